@@ -164,8 +164,10 @@ class Settings(NotificationSettings, PriceSettings, LoginSettings, BaseModel):
     idle_exit_s: Annotated[float, Field(gt=0)] | None = None
     """A trainer or rollout worker ends after this time without a job. For workers that a launcher starts again."""
     advertise_host: str = "127.0.0.1"
-    """Address under which other processes reach this one (the trainer's weight group). It is listened on alone, but for
-    names that others may know by another address of this machine: those of several, or of 127.0.1.1."""
+    """Address under which other processes reach this one (a trainer's weight group and ranks). It is listened on alone,
+    but for names that others may know by another address of this machine: those of several, or of 127.0.1.1."""
+    max_ranks: Annotated[int, Field(ge=0, le=64)] = 0
+    """Ranks of one job that a trainer takes, on GPUs at most one each; a job with more is shared by several. 0: any."""
     swap_timeout_s: Annotated[float, Field(gt=0)] = 8.0
     """For each phase of a weight swap: joining the group, the transfer, and what the engine does with it (pause, load,
     resume); the last two may take the time for their bytes at 50 MB/s on top, loading also that for those of the base

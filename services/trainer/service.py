@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 from opentinker.services.trainer import checkpoint
+from opentinker.services.trainer.distributed.member_ranks import host_ranks
+from opentinker.services.trainer.distributed.rank_connections import RankLost
+from opentinker.services.trainer.distributed.rank_listener import RankListener
+from opentinker.services.trainer.distributed.trainer_group import formed, leads, spec_of_group
 from opentinker.services.trainer.joint_progress import JointProgress
 from opentinker.services.trainer.learners.base import SimulatedLearner
 from opentinker.services.trainer.rl_loop import TrainerJob
@@ -19,6 +23,7 @@ from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.policies import spec_of
 from opentinker.shared.types.core import Lease, Pool, parts_of
+from opentinker.shared.types.errors import Conflict, Fenced, NotFound
 
 
 async def serve(ctx: Context) -> None:
@@ -31,6 +36,20 @@ async def serve(ctx: Context) -> None:
 
 
 async def work(worker: LeasedWorker, lease: Lease, spec: JobSpec) -> None:
+    if not leads(lease):
+        await host_ranks(worker, lease)
+        return
+    try:
+        async with formed(worker.ctx, lease) as listener:
+            await _train(worker, lease, spec, listener)
+    except RankLost as error:
+        with suppress(Conflict, Fenced, NotFound):  # the job is over, or another epoch's
+            detail = {"why": error.why, **({"worker": error.worker} if error.worker else {})}
+            await worker.ctx.store.update(lease.job, epoch=lease.epoch, event="rank_lost", detail=detail)
+        raise
+
+
+async def _train(worker: LeasedWorker, lease: Lease, spec: JobSpec, listener: RankListener | None) -> None:
     specs = {policy: spec_of(spec, policy) for policy in spec.policies or ("",)}
     for part in parts_of(lease.job, list(spec.policies)):
         root = worker.ctx.settings.data_dir / "jobs" / part / "checkpoints"
@@ -39,7 +58,7 @@ async def work(worker: LeasedWorker, lease: Lease, spec: JobSpec) -> None:
         held.callback(gc.collect)
         learners = []
         for own in specs.values():
-            learners.append(await asyncio.to_thread(make_learner, own))
+            learners.append(await asyncio.to_thread(make_learner, spec_of_group(own, lease), listener))
             held.push_async_callback(_close, learners[-1])
         if spec.kind == "rl":
             joint = JointProgress.of(spec)
@@ -67,11 +86,12 @@ async def train_all(jobs: list[TrainerJob]) -> None:
             raise error
 
 
-def make_learner(spec: JobSpec) -> Any:
-    """Return a `Learner` for rl, a `RowLearner` for the other kinds."""
+def make_learner(spec: JobSpec, listener: RankListener | None = None) -> Any:
+    """Return a `Learner` for rl, a `RowLearner` for the other kinds. `listener`: for ranks of other trainers."""
     if spec.train.learner == "simulated":
         return SimulatedLearner(spec)
-    return _learners(spec.resources.ranks)[spec.kind](spec, "cuda" if spec.resources.trainer_gpus else "cpu")
+    kind, device = _learners(spec.resources.ranks)[spec.kind], "cuda" if spec.resources.trainer_gpus else "cpu"
+    return kind(spec, device) if listener is None else kind(spec, device, listener)
 
 
 def _learners(ranks: int) -> dict[str, type]:

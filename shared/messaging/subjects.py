@@ -3,6 +3,7 @@
 scheduler --TICKET--> rollout worker --ENV_OPEN/ENV_SESSION--> env worker
 rollout worker --GROUP--> trainer            (or --SCORE--> reference-forward --GROUP--> trainer)
 trainer --SWAP--> rollout worker             (the tensors travel by torch.distributed)
+trainer --RANKS--> trainer                   (those that share the ranks of a job; then over connections of the ranks)
 trainer --EXAM--> rollout worker --EXAM_RESULT--> trainer    (validation; of eval jobs it is the scheduler that asks)
 scheduler --GENERATE--> rollout worker       (inference jobs)
 every service --METRIC, LOG, TIMELINE, EVENT, ROLLOUTS--> subscribers; every service --WAKE--> a sleeping loop
@@ -34,6 +35,7 @@ from opentinker.shared.types.env_protocol import (
 from opentinker.shared.types.evaluation import EvalAck, EvalEpisode, EvalResult
 from opentinker.shared.types.swap import SwapCommand, SwapReply
 from opentinker.shared.types.telemetry import JobEvent, KeptStep, LogLine, MetricPoint, TimelinePart
+from opentinker.shared.types.trainer_group import JoinRanks, JoinReply
 from opentinker.shared.types.trajectories import Group
 
 T = TypeVar("T")
@@ -149,6 +151,8 @@ EXAM_RESULT = Call("examined.{job}", EvalResult, EvalAck, by=(ROLLOUT,), to=(TRA
 """Rollout worker -> who asked: the job's trainer, or the scheduler that leads."""
 SWAP = Call("swap.{worker}", SwapCommand, SwapReply, by=(TRAINER,), to=(ROLLOUT,))
 """Trainer -> one rollout worker: join the weight group, or receive a version through it."""
+RANKS = Call("ranks.{worker}", JoinRanks, JoinReply, by=(TRAINER,), to=(TRAINER,))
+"""Trainer that leads a trainer group -> one of its members. The ranks then talk over their own connections."""
 GENERATE = Call("generate.ask.{worker}", GenerateRequest, GenerateChunk, by=(SCHEDULER,), to=(ROLLOUT,))
 """Scheduler -> one rollout worker of an inference job, by its address. Answered in pieces (streaming.py)."""
 ABANDON = Subject("generate.abandon.{worker}", CancelGenerate, by=(SCHEDULER,), to=(ROLLOUT,))

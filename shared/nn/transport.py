@@ -10,21 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import errno
-import ipaddress
-import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
 
-import structlog
 import torch
 import torch.distributed as dist
 
+from opentinker.shared.runtime.listening import listen_on, own_address
 from opentinker.shared.types.error_text import first_line
 from opentinker.shared.types.errors import TransportError
-
-log = structlog.get_logger()
 
 SLOWEST_LINK = 50e6
 """Bytes per second that a transfer and the loading after it must reach: see `allowed_s`."""
@@ -46,32 +41,15 @@ def host_store(address: str, world: int, timeout_s: float) -> tuple[dist.TCPStor
     the port."""
     try:
         # Given only an address, torch listens on every interface, without authentication.
-        listener = _listen(address)
+        listener = listen_on(address, BACKLOG)
         port = int(listener.getsockname()[1])
         store = dist.TCPStore(
             address, port, world, is_master=True, timeout=_delta(timeout_s), wait_for_workers=False, use_libuv=True,
             master_listen_fd=listener.detach(),
         )  # fmt: skip
     except (RuntimeError, OSError) as error:
-        raise TransportError(f"cannot listen for rollout workers on {address}: {first_line(error)}") from error
+        raise TransportError(f"cannot listen on {address}: {first_line(error)}") from error
     return store, port
-
-
-def _listen(address: str) -> socket.socket:
-    """On that address; on all of this machine where others may know it by another: a name of several addresses, or of
-    one that is for us alone (127.0.1.1), and an address that is not of this machine, as behind a translation."""
-    infos = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
-    (family, where), *others = dict.fromkeys((family, where) for family, *_, where in infos)
-    if address in (where[0], "localhost") or not (others or ipaddress.ip_address(where[0]).is_loopback):
-        try:
-            return socket.create_server(where, family=family, backlog=BACKLOG)
-        except OSError as error:
-            if error.errno != errno.EADDRNOTAVAIL:
-                raise
-    log.warning("listening_on_all_addresses", advertise_host=address, known_as=sorted({info[4][0] for info in infos}))
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True)
-    return socket.create_server(("", 0), backlog=BACKLOG)
 
 
 def give_up(store: dist.TCPStore, why: str) -> None:
@@ -116,7 +94,7 @@ class WeightGroup:
         deadline = time.monotonic() + timeout_s
         failed = f"rank {rank} could not join the weight group of {world} at {address}:{port}"
         try:
-            own_address = _own_address(address, port, timeout_s)
+            reachable = own_address(address, port, timeout_s)
             store = store or dist.TCPStore(
                 address, port, world, is_master=False, timeout=_delta(timeout_s), wait_for_workers=False
             )
@@ -127,7 +105,7 @@ class WeightGroup:
                 torch.cuda.set_device(where)
                 group: dist.ProcessGroup = dist.ProcessGroupNCCL(prefixed, rank, world, _nccl(timeout_s))
             else:
-                group = dist.ProcessGroupGloo(prefixed, rank, world, gloo_options(own_address, timeout_s))
+                group = dist.ProcessGroupGloo(prefixed, rank, world, gloo_options(reachable, timeout_s))
         except (RuntimeError, OSError) as error:
             raise TransportError(f"{failed} within {timeout_s:g} s: {first_line(error)}") from error
         return cls(store, group, rank, where, timeout_s)
@@ -223,13 +201,6 @@ def gloo_options(own_address: str, timeout_s: float) -> dist.ProcessGroupGloo._O
     options._threads = 1
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address)]
     return options
-
-
-def _own_address(address: str, port: int, timeout_s: float) -> str:
-    """Return the address of this machine that the host at `address` can reach. Raises OSError if nothing listens
-    there."""
-    with socket.create_connection((address, port), timeout_s) as probe:
-        return str(probe.getsockname()[0])
 
 
 def _arrive(store: dist.TCPStore, rank: int, world: int, deadline: float) -> str:

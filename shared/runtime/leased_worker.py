@@ -87,7 +87,7 @@ class LeasedWorker:
         """Glob patterns of files that the work would leave behind if this process re-executed itself; set by `work`."""
         self._silent = False
         """True: no more heartbeats, because this process is about to re-execute itself."""
-        self.info = worker_info(ctx.worker, pool)
+        self.info = worker_info(ctx.worker, pool, max_ranks=ctx.settings.max_ranks if pool == Pool.TRAINER else 0)
 
     @property
     def ending(self) -> bool:
@@ -236,8 +236,8 @@ class LeasedWorker:
             state = (await self.ctx.store.job(lease.job)).state
         except NotFound:
             return 0.0
-        if state == JobState.CANCELLED:
-            return 0.0
+        if state == JobState.CANCELLED or (state.held and len(lease.group) > 1):
+            return 0.0  # a trainer that has lost others of its group waits for them in vain
         if self.info.pool != Pool.TRAINER:
             return self._close_s
         return self._release_timeout_s if state.final else math.inf

@@ -42,14 +42,7 @@ from opentinker.shared.spec.seats import MAX_POLICIES, MAX_SEATS, PolicyName, Se
 from opentinker.shared.spec.serving import AdapterSpec, ServingSpec, settle_serving
 from opentinker.shared.spec.start import StartSpec
 from opentinker.shared.spec.tools import ToolSpec
-from opentinker.shared.spec.train import (
-    SIMULATED,
-    ResourceSpec,
-    TrainSpec,
-    policy_ranks,
-    settle_gpus,
-    settle_parallel,
-)
+from opentinker.shared.spec.train import SIMULATED, ResourceSpec, TrainSpec, rank_mistakes, settle_gpus, settle_parallel
 from opentinker.shared.spec.tree_sampling import settle_tree
 from opentinker.shared.types.errors import SpecError
 from opentinker.shared.types.mistakes import IS_NEEDED, NO_TABLE, WHOLE, fill, mistake, mistakes_of, unused
@@ -90,7 +83,7 @@ SIMULATED_IGNORES = {
     - {"name", "kl_coef", "kl_in", "kl_estimator"},
     "train": {"lr", "warmup_steps", "schedule", "lr_end", "beta1", "beta2", "weight_decay", "grad_clip"}
     | {"tokens_per_micro_batch", "gradient_checkpointing", "parallel", "seed"},
-    "resources": {"trainer_gpus", "trainer_ranks"},
+    "resources": {"trainer_gpus", "trainer_ranks", "min_trainer_ranks"},
 }
 """By part of the spec. Groups are still dropped for equal rewards, and scored by reference-forward."""
 RL_PARTS = {"environment", "algorithm", "rollout", "teacher", "validation", "reward_models", "value_model", "train"}
@@ -236,7 +229,7 @@ class JobSpec(SpecPart):
         for name in self.policies:
             found += self._settle_policy(name)
         found += self._untaught_tools() + self._at_once() + settle_frozen(self) + settle_policies(self)
-        found += settle_tree(self) + settle_lora(self) + settle_gpus(self) + policy_ranks(self)
+        found += settle_tree(self) + settle_lora(self) + settle_gpus(self) + rank_mistakes(self)
         found += settle_best(self.artifacts, evaluated=self.validation is not None)
         return found + broken_promises(self) + cannot_rewind(self) + contradictions(self)
 

@@ -130,21 +130,27 @@ class ResourceSpec(SpecPart):
     min_rollout_workers: Workers = 1
     """Rollout workers with which the job starts, and which it keeps."""
     trainer_gpus: Annotated[int, Field(ge=0, le=64)] = 0
-    """GPUs of the job's trainer, one rank each, on one machine; 0: trains on the CPU."""
+    """GPUs of the job's trainers, one rank each; 0: trains on the CPU."""
     rollout_gpus: Annotated[int, Field(ge=0, le=MAX_ENGINE_RANKS)] = 0
     """GPUs of each rollout worker, on one machine; with several, the model is divided among them
     (rollout.tensor_parallel). 0: workers without one are preferred, and vLLM uses the device of its worker."""
     gpu_memory_gb: Annotated[float, Field(gt=0, le=10_000)] | None = None
     """Minimum memory of each of these GPUs (10^9 bytes)."""
     trainer_ranks: Ranks | None = None
-    """Processes on the trainer's machine that share each batch; default: one per GPU, or one. See train.parallel. With
-    [policies], the default of each policy."""
+    """Processes that share each batch; default: one per GPU, or one. Where no trainer has room for all, several share
+    them. See train.parallel. With [policies], the default of each policy, and one trainer has all."""
+    min_trainer_ranks: Ranks | None = None
+    """Ranks with which the job starts, or continues after a loss, if there is no room for all; default: trainer_ranks.
+    They never become more while it runs."""
 
     def resolve(self) -> list[dict[str, Any]]:
         ranks = self.trainer_ranks or max(1, self.trainer_gpus)
         if self.trainer_gpus and ranks != self.trainer_gpus:
             problem = f"must be trainer_gpus={self.trainer_gpus}, one rank per GPU, or left out"
             return [mistake("trainer_ranks", ranks, problem)]
+        if (self.min_trainer_ranks or 1) > ranks:
+            problem = f"is larger than trainer_ranks={ranks}"
+            return [mistake("min_trainer_ranks", self.min_trainer_ranks, problem)]
         if self.min_rollout_workers > self.rollout_workers:
             problem = f"is larger than rollout_workers={self.rollout_workers}"
             return [mistake("min_rollout_workers", self.min_rollout_workers, problem)]
@@ -178,7 +184,25 @@ def all_ranks(spec: JobSpec) -> int:
     return sum(own.trainer_ranks or spec.resources.ranks for own in spec.policies.values()) or spec.resources.ranks
 
 
-def policy_ranks(spec: JobSpec) -> list[dict[str, Any]]:
+def rank_mistakes(spec: JobSpec) -> list[dict[str, Any]]:
+    """Mistakes in how many ranks there are."""
+    return _fewer_ranks(spec) + _policy_ranks(spec)
+
+
+def _fewer_ranks(spec: JobSpec) -> list[dict[str, Any]]:
+    """Mistakes in `resources.min_trainer_ranks`."""
+    least, ranks = spec.resources.min_trainer_ranks or 0, spec.resources.ranks
+    if least in (0, ranks):
+        return []
+    problem = ""
+    if len(spec.policies) > 1:
+        problem = "must be left out in a job with several policies, whose ranks are all on one trainer"
+    elif spec.train.deterministic:
+        problem = f"must be trainer_ranks={ranks} with train.deterministic: other ranks round otherwise"
+    return [mistake("resources.min_trainer_ranks", least, problem)] if problem else []
+
+
+def _policy_ranks(spec: JobSpec) -> list[dict[str, Any]]:
     """Mistakes in the ranks of policies, whose learners are all in one trainer process."""
     found: list[tuple[str, Any, str]] = []
     gpus, several = spec.resources.trainer_gpus, len(spec.policies) > 1

@@ -17,6 +17,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from opentinker.shared.types.trainer_group import RankShare
+
 I32 = npt.NDArray[np.int32]
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
@@ -283,6 +285,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """An env worker reports its sessions and environments; a rollout worker of an inference job its requests, and as
     `follows` the job whose live policy it serves."""
     gpus: list[Gpu] = []
+    max_ranks: int = 0
+    """Ranks of one job that a trainer takes; 0: any number."""
     cores: int = 0
     """CPUs of its machine; 0: it did not say."""
     machine: str = ""
@@ -318,6 +322,8 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     """The worker's pool; known even when it is dead and reports nothing."""
     leaves_by: float = 0.0
     """Unix time until which it may end what it has begun, and begins nothing more; 0: it stays."""
+    group: tuple[RankShare, ...] = ()
+    """Trainers that share the job's ranks; empty: this one has all that its spec asks for."""
 
 
 LABELS = ("name", "project", "tags", "notes")

@@ -154,10 +154,10 @@ class Workers:
         self.store = store
         self._all: dict[str, FakeWorker] = {}
 
-    async def start(self, *ids: str, gpus: Sequence[Gpu] = ()) -> None:
+    async def start(self, *ids: str, gpus: Sequence[Gpu] = (), max_ranks: int = 0) -> None:
         for id in ids:
             worker = self._all.setdefault(id, FakeWorker(self.store, id, Pool(id.split("-")[0])))
-            worker.info = msgspec.structs.replace(worker.info, gpus=list(gpus))
+            worker.info = msgspec.structs.replace(worker.info, gpus=list(gpus), max_ranks=max_ranks)
             await worker.stop()
             await worker.start()
 

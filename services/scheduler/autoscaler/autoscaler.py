@@ -32,6 +32,7 @@ from opentinker.services.scheduler.placement.types import (
     LEASED,
     NO_GPUS,
     UNKNOWN,
+    AddTrainers,
     AddWorker,
     ClusterView,
     Gpus,
@@ -78,7 +79,7 @@ def workers_to_start(view: ClusterView, room: Mapping[str, Slot]) -> list[str]:
     )
     used: set[str] = set()
     for decision in planned.decisions:
-        if isinstance(decision, Start):
+        if isinstance(decision, Start | AddTrainers):
             used.update(decision.workers)
         elif isinstance(decision, AddWorker):
             used.add(decision.worker)
@@ -181,7 +182,7 @@ class Autoscaler:
     def _learn(self, worker: WorkerInfo) -> None:
         """Learn the properties of a worker from its first heartbeat."""
         if UNKNOWN in self.launcher.gpus(worker.pool, worker.id).memory:
-            has = described(worker.gpus)
+            has = described(worker.gpus, worker.max_ranks)
             self._gpus[worker.pool] = max(has, self._gpus.get(worker.pool, has), key=lambda gpus: gpus.memory)
 
     def _slot(self, pool: Pool, name: str) -> Slot:

@@ -4,17 +4,26 @@ memory, no I/O."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from opentinker.services.scheduler.placement.gpu_matching import FreeWorkers, GpuMatcher, described
 from opentinker.services.scheduler.placement.quotas import Used
-from opentinker.services.scheduler.placement.shortages import GB, too_few
+from opentinker.services.scheduler.placement.shortages import too_few
+from opentinker.services.scheduler.placement.trainer_groups import (
+    RankNeed,
+    Shape,
+    choose_shape,
+    group_in,
+    rank_need,
+    shape_of,
+)
 from opentinker.services.scheduler.placement.types import (
+    GB,
     LEASED,
     NAMES,
     NO_GPUS,
     ClusterView,
+    Gpus,
     Held,
     Need,
     PlannedJob,
@@ -31,9 +40,6 @@ MAX_RETRY_S = 60.0
 """A job that lost workers waits no longer before the next try."""
 POOLS = {"rl": (Pool.TRAINER, Pool.ROLLOUT), "inference": (Pool.ROLLOUT,), "eval": (Pool.ROLLOUT,)}
 """Pools from which a job needs its own workers, by its kind; other kinds need a trainer."""
-
-GPUS = {Pool.TRAINER: "trainer_gpus", Pool.ROLLOUT: "rollout_gpus"}
-"""Where a spec says what a worker must have."""
 
 
 class Overdue:
@@ -75,6 +81,9 @@ class Cluster:
 
     def lease(self, worker: str) -> Lease:
         return self._leases[worker]
+
+    def holds(self, lease: Lease) -> bool:
+        return lease.worker in self._leases
 
     def forget(self, lease: Lease) -> None:
         self._leases.pop(lease.worker, None)
@@ -137,15 +146,21 @@ class Cluster:
         free = {pool: [w.id for w in alive[pool] if w.id not in self._leases and _is_idle(w)] for pool in LEASED}
         counted = {pool: [w.id for w in alive[pool] if w.id not in self._overdue] for pool in LEASED}
         busy = [w for w in ours if w.id not in self._leases and not _is_idle(w) and w.status != "draining"]
-        gpus = {w.id: described(w.gpus) for w in ours if w.gpus}
+        gpus = {w.id: described(w.gpus, w.max_ranks) for w in ours if w.gpus or w.max_ranks}
         gpus |= {id: slot.gpus for id, slot in on_their_way.items() if slot.gpus != NO_GPUS}
         winding_down = {worker.job for worker in ours if worker.job is not None}
         absent = {pool: not found for pool, found in alive.items()}
+        counted_or_new = {pool: counted[pool] + new[pool] for pool in LEASED}
+        kinds = [[gpus.get(id, NO_GPUS) for id in some[Pool.TRAINER]] for some in (free, counted_or_new)]
+
+        def shape(job: JobRecord, need: RankNeed) -> Shape:
+            return self._shape(job, need, *kinds, patient=now - max(job.since, job.lost_at) < rules.gang_s)
+
         return ClusterView(
             now=now,
-            jobs=[self._job(job, now, winding_down, absent, rules.inference_lend_s) for job in jobs],
+            jobs=[self._job(job, now, winding_down, absent, rules, shape) for job in jobs],
             free=free,
-            alive={pool: counted[pool] + new[pool] for pool in LEASED},
+            alive=counted_or_new,
             coming={pool: [w.id for w in busy if w.id in counted[pool]] + new[pool] for pool in LEASED},
             gpus=gpus,
             leases=[
@@ -164,11 +179,38 @@ class Cluster:
         (one,), matcher = view.jobs, GpuMatcher(view.gpus)
         return too_few(one, *(FreeWorkers(matcher, workers).count(one) for workers in (view.alive, view.free)))
 
+    def _shape(
+        self, job: JobRecord, need: RankNeed, free: Sequence[Gpus], alive: Sequence[Gpus], *, patient: bool
+    ) -> Shape:
+        """Return the shape of the job's trainer group: of the one it has, or of the next."""
+        if leases := self.leases_of(job.id, Pool.TRAINER):
+            group = group_in(leases)
+            return shape_of(group) if group else Shape(need.ranks, 1, need.ranks)
+        return choose_shape(need, free, alive, patient=patient)
+
     def _job(
-        self, job: JobRecord, now: float, winding_down: set[str], absent: Mapping[Pool, bool], lend_s: float
+        self,
+        job: JobRecord,
+        now: float,
+        winding_down: set[str],
+        absent: Mapping[Pool, bool],
+        rules: Rules,
+        shape_of_group: Callable[[JobRecord, RankNeed], Shape],
     ) -> PlannedJob:
         resources = job.spec["resources"]
-        needs = needs_of(job.kind, resources)
+        pools = POOLS.get(job.kind, (Pool.TRAINER,))
+        needs, gpus, ranks = dict[Pool, int](), dict[Pool, Need](), 0
+        if Pool.TRAINER in pools:
+            need = rank_need(job.spec)
+            shape = shape_of_group(job, need)
+            needs[Pool.TRAINER] = shape.trainers
+            if (each := need.need(shape)) is not None:
+                gpus[Pool.TRAINER] = each
+            ranks = 0 if (shape.ranks, shape.trainers) == (need.ranks, 1) else shape.ranks
+        if Pool.ROLLOUT in pools:
+            needs[Pool.ROLLOUT] = int(resources.get("min_rollout_workers", 1))
+            if count := int(resources.get("rollout_gpus", 0)):
+                gpus[Pool.ROLLOUT] = Need(count, int((resources.get("gpu_memory_gb") or 0.0) * GB))
         saving = job.state == JobState.QUEUED and job.id in winding_down and now - job.since < RELEASE_TIMEOUT_S
         return PlannedJob(
             id=job.id,
@@ -176,7 +218,8 @@ class Cluster:
             priority=int(resources.get("priority", 0)),
             created=job.created,
             needs=needs,
-            gpus=gpus_of(needs, resources),
+            gpus=gpus,
+            ranks=ranks,
             most=int(resources["rollout_workers"]) if Pool.ROLLOUT in needs else 0,
             held=job.state.held,
             since=job.since,
@@ -184,7 +227,7 @@ class Cluster:
             lost_at=job.lost_at,
             absent=", ".join(self._absent(job, absent)),
             kind=job.kind,
-            idle=self._lends(job, lend_s),
+            idle=self._lends(job, rules.inference_lend_s),
             unready="its last workers, which save what they have" if saving else "",
         )
 
@@ -210,19 +253,6 @@ class Cluster:
         if worker is None or worker.status != "draining":
             return True
         return lease.pool == Pool.TRAINER and not self.has_left(lease) and worker.id not in self._overdue
-
-
-def needs_of(kind: str, resources: Mapping[str, Any]) -> dict[Pool, int]:
-    """The least that a job of this kind works with; `resources`: of its spec, as it is stored."""
-    least = {Pool.TRAINER: 1, Pool.ROLLOUT: int(resources.get("min_rollout_workers", 1))}
-    return {pool: least[pool] for pool in POOLS.get(kind, (Pool.TRAINER,))}
-
-
-def gpus_of(pools: Iterable[Pool], resources: Mapping[str, Any]) -> dict[Pool, Need]:
-    """Return the GPUs that the job's workers of these pools need."""
-    counts = {pool: int(resources.get(GPUS[pool], 0)) for pool in pools}
-    memory = int((resources.get("gpu_memory_gb") or 0.0) * GB)
-    return {pool: Need(count, memory) for pool, count in counts.items() if count}
 
 
 def _is_idle(worker: WorkerInfo) -> bool:

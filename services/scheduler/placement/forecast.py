@@ -7,12 +7,12 @@ import time
 from collections import Counter
 
 from opentinker.services.scheduler.placement import planner
-from opentinker.services.scheduler.placement.cluster_view import Cluster, gpus_of, needs_of
+from opentinker.services.scheduler.placement.cluster_view import Cluster
 from opentinker.services.scheduler.placement.gpu_matching import ANY, described
 from opentinker.services.scheduler.placement.operator_limits import view_of
 from opentinker.services.scheduler.placement.quotas import Used, over_quota
 from opentinker.services.scheduler.placement.shortages import with_gpus
-from opentinker.services.scheduler.placement.types import OTHER_TENANTS, UNLIMITED, Start
+from opentinker.services.scheduler.placement.types import OTHER_TENANTS, UNLIMITED, ClusterView, PlannedJob, Start
 from opentinker.shared.api_types import Check
 from opentinker.shared.data.dry_run import check
 from opentinker.shared.runtime.service import Context
@@ -28,22 +28,25 @@ CANDIDATE = "(this job)"
 async def forecast_start(ctx: Context, spec: JobSpec, tenant: str) -> list[Check]:
     """A check for each pool that it needs workers of, and one of the queue."""
     workers, leases = await ctx.store.workers(), await ctx.store.leases()
-    cluster = Cluster(workers, leases)
+    cluster, candidate = Cluster(workers, leases), _record(spec, tenant, time.time())
     taken = {lease.worker for lease in leases}
     free = [worker for worker in workers if worker.job is None and worker.id not in taken]
-    found = _pools(spec, workers, free)
-    return [*found, await _queue(ctx, spec, tenant, cluster)]
+    active = [job for job in await ctx.store.active_jobs() if job.state != JobState.PAUSED and not job.asleep]
+    view = await view_of(ctx, cluster, [*active, candidate])
+    (job,) = (job for job in view.jobs if job.id == CANDIDATE)
+    ahead = sum(one.state == JobState.QUEUED for one in active)
+    return [*_pools(spec, job, workers, free), await _queue(ctx, view, job, ahead)]
 
 
-def _pools(spec: JobSpec, workers: list[WorkerInfo], unused: list[WorkerInfo]) -> list[Check]:
+def _pools(spec: JobSpec, job: PlannedJob, workers: list[WorkerInfo], unused: list[WorkerInfo]) -> list[Check]:
     alive = Counter(worker.pool for worker in workers)
-    resources = spec.resources.model_dump()
-    needs = needs_of(spec.kind, resources)
-    gpus = gpus_of(needs, resources)
     checks = []
-    for pool, least in needs.items():
-        need, most = gpus.get(pool, ANY), spec.resources.rollout_workers if pool == Pool.ROLLOUT else 1
-        fit = [sum(w.pool == pool and described(w.gpus).suit(need) for w in some) for some in (workers, unused)]
+    for pool, least in job.needs.items():
+        need, most = job.gpus.get(pool, ANY), spec.resources.rollout_workers if pool == Pool.ROLLOUT else least
+        fit = [
+            sum(w.pool == pool and described(w.gpus, w.max_ranks).suit(need) for w in some)
+            for some in (workers, unused)
+        ]
         checks.append(_leased(f"{pool} workers{with_gpus(need)}", least, most, *fit))
     shared = [Pool.ENV] if spec.environment.name and not spec.environment.name.startswith(SERVED) else []
     shared += [Pool.REFERENCE] if is_scored(spec.model_dump()) else []
@@ -68,13 +71,10 @@ def _are(count: int) -> str:
     return "one is" if count == 1 else f"{count} are"
 
 
-async def _queue(ctx: Context, spec: JobSpec, tenant: str, cluster: Cluster) -> Check:
-    """Ask the planner when the job would start among running and queued ones."""
-    settings, candidate = ctx.settings, _record(spec, tenant, time.time())
-    active = [job for job in await ctx.store.active_jobs() if job.state != JobState.PAUSED and not job.asleep]
-    view = await view_of(ctx, cluster, [*active, candidate])
-    (job,) = (job for job in view.jobs if job.id == CANDIDATE)
-    limits = settings.tenants.get(tenant) or settings.tenants.get(OTHER_TENANTS) or UNLIMITED
+async def _queue(ctx: Context, view: ClusterView, job: PlannedJob, ahead: int) -> Check:
+    """Ask the planner when the job would start among running and queued ones, `ahead` of which are queued."""
+    settings = ctx.settings
+    limits = settings.tenants.get(job.tenant) or settings.tenants.get(OTHER_TENANTS) or UNLIMITED
     if never := over_quota(limits, Used(), jobs=0, workers=0, more=sum(job.needs.values())):
         hint = "it would never start: ask for less (resources), or the operator for more (tenants)"
         return check("queue", f"beyond {never}", "bad", hint)
@@ -82,7 +82,6 @@ async def _queue(ctx: Context, spec: JobSpec, tenant: str, cluster: Cluster) -> 
     planned = await asyncio.to_thread(planner.plan, view)
     if any(isinstance(made, Start) and made.job == CANDIDATE for made in planned.decisions):
         return check("queue", "it would begin at once")
-    ahead = sum(one.state == JobState.QUEUED for one in active)
     why = planned.waiting.get(CANDIDATE) or "what others must give back first"
     hint = "the scheduler starts workers for it" if settings.launcher != "none" else ""
     queued = f"; queued now: {plural(ahead, 'other job')}" if ahead else ""

@@ -2,7 +2,7 @@
 
 A worker that suits is chosen in this order: the fewest GPUs, so that what needs none goes where there are none; then
 those whose GPUs NVLink joins, or that are on one NUMA node, as far as the job has ranks for them; then the least
-memory.
+memory, then the least room for ranks.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
-from opentinker.services.scheduler.placement.types import LEASED, NO_GPUS, Gpus, Need, PlannedJob
+from opentinker.services.scheduler.placement.types import ANY_RANKS, LEASED, NO_GPUS, Gpus, Need, PlannedJob
 from opentinker.shared.runtime.gpus import nearest
 from opentinker.shared.types.core import Gpu, Pool
 
@@ -21,7 +21,7 @@ class GpuMatcher:
     """`gpus`: of workers that have some."""
 
     def __init__(self, gpus: Mapping[str, Gpus]) -> None:
-        self.kinds = [NO_GPUS, *sorted({*gpus.values()} - {NO_GPUS}, key=lambda kind: (len(kind.memory), kind.memory))]
+        self.kinds = [NO_GPUS, *sorted({*gpus.values()} - {NO_GPUS}, key=_size)]
         number = {kind: n for n, kind in enumerate(self.kinds)}
         self._kind = {worker: number[kind] for worker, kind in gpus.items()}
         self._suiting: dict[Need, list[int]] = {ANY: list(range(len(self.kinds)))}
@@ -92,17 +92,23 @@ class FreeWorkers:
         return [worker for kind in self._workers[pool] for worker in kind]
 
 
-def described(found: Sequence[Gpu]) -> Gpus:
-    """Return a worker's GPUs in the planner's types."""
+def described(found: Sequence[Gpu], ranks: int = 0) -> Gpus:
+    """Return a worker's GPUs in the planner's types. `ranks`: the most that it takes of a job; 0: any number."""
+    ranks = ranks or ANY_RANKS
     if not found:
-        return NO_GPUS
+        return Gpus(ranks=ranks)
     first, *others = order = nearest(found)
     return Gpus(
         memory=tuple(gpu.memory for gpu in order),
         linked=1 + sum(gpu.index in first.links for gpu in others),
         near=1 + sum(gpu.numa == first.numa >= 0 for gpu in others),
+        ranks=ranks,
     )
 
 
-def _order(kind: Gpus, need: Need) -> tuple[int, bool, bool, tuple[int, ...]]:
-    return len(kind.memory), kind.linked < need.gpus, kind.near < need.gpus, kind.memory
+def _size(kind: Gpus) -> tuple[int, tuple[int, ...], int]:
+    return len(kind.memory), kind.memory, kind.ranks
+
+
+def _order(kind: Gpus, need: Need) -> tuple[int, bool, bool, tuple[int, ...], int]:
+    return len(kind.memory), kind.linked < need.gpus, kind.near < need.gpus, kind.memory, kind.ranks

@@ -4,9 +4,9 @@
 `plan` is called in every round of the reconcile loop and remembers nothing. In this order:
 
 0. Jobs whose tenants have used up their day go back to the queue (`Requeue`), where they wait for the next one.
-1. Jobs that have begun and lost a part of what they need get it back (`AddWorker`), once their back-off is over. One
-   that lacks a part for `gang_s`, while another waits for what it holds, goes back to the queue (`Requeue`): two halves
-   of two jobs never wait for each other.
+1. Jobs that have begun and lost a part of what they need get it back (`AddWorker`; `AddTrainers`: all trainers that
+   share its ranks, or none), once their back-off is over. One that lacks a part for `gang_s`, while another waits for
+   what it holds, goes back to the queue (`Requeue`): two halves of two jobs never wait for each other.
 2. Queued jobs: highest priority first; among equals the tenant that holds least (its dominant share: the largest part
    of any pool that its jobs hold as their minimum, divided by its weight); of one tenant the oldest. A job starts with
    all that it needs (`Start`) or with nothing. One that cannot start never holds back the next, except:
@@ -53,7 +53,6 @@ from opentinker.services.scheduler.placement.types import (
     LEASED,
     OTHER_TENANTS,
     UNLIMITED,
-    AddWorker,
     ClusterView,
     Counts,
     Decision,
@@ -165,7 +164,7 @@ class _Planning:
             job, short = one.job, missing(one.job.needs, one.has)
             early = self.now < job.retry_at
             if short and not early:
-                self._replace_lost(one, short)
+                self.decisions += one.replace_lost(short, self.free)
                 short = missing(job.needs, one.has)
             if short:
                 broken.append((one, short))
@@ -185,13 +184,6 @@ class _Planning:
                 self.decisions.append(Requeue(job.id, f"it lacks a {lack}, and {who} waits for what it holds"))
                 self._requeue(one)
                 break
-
-    def _replace_lost(self, one: RunningJob, short: Counts) -> None:
-        for pool, n in short.items():
-            for worker in self.free.take(one.job, pool, n):
-                self.decisions.append(AddWorker(one.job.id, worker, pool))
-                one.has[pool] += 1
-                one.own[pool].append(worker)
 
     def _requeue(self, one: RunningJob) -> None:
         """Back to the queue; what it has becomes free, and its tenant has less."""
@@ -302,7 +294,7 @@ class _Planning:
     def _begin(self, job: PlannedJob, tenant: TenantState) -> None:
         chosen = tuple(worker for pool, n in job.needs.items() for worker in self.free.take(job, pool, n))
         self._return_own(job, tenant)
-        self.decisions.append(Start(job.id, chosen))
+        self.decisions.append(Start(job.id, chosen, job.ranks))
         self.begun[job.id] = one = RunningJob(job, tenant)
         one.has.update(job.needs)
         self._count(one)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from opentinker.services.scheduler.placement.gpu_matching import FreeWorkers
 from opentinker.services.scheduler.placement.quotas import Used, over_quota
-from opentinker.services.scheduler.placement.types import LEASED, Counts, PlannedJob
+from opentinker.services.scheduler.placement.types import LEASED, AddTrainers, AddWorker, Counts, PlannedJob
 from opentinker.shared.tenant_limits import TenantLimits
 from opentinker.shared.types.core import Pool
 
@@ -89,6 +89,21 @@ class RunningJob:
 
     def holds(self, pool: Pool) -> list[str]:
         return self.own[pool] + self.lent if pool == Pool.ROLLOUT else self.own[pool]
+
+    def replace_lost(self, short: Counts, free: FreeWorkers) -> list[AddTrainers | AddWorker]:
+        """Take free workers for lost ones: of its trainers all or none, of its rollout workers as many as there are."""
+        made: list[AddTrainers | AddWorker] = []
+        for pool, n in short.items():
+            if pool == Pool.TRAINER and (self.has[pool] or free.count(self.job)[pool] < n):
+                continue
+            found = free.take(self.job, pool, n)
+            if pool == Pool.TRAINER:
+                made.append(AddTrainers(self.job.id, tuple(found), self.job.ranks))
+            else:
+                made += [AddWorker(self.job.id, worker, pool) for worker in found]
+            self.has[pool] += len(found)
+            self.own[pool] += found
+        return made
 
 
 @dataclass(slots=True, eq=False)

@@ -14,7 +14,9 @@ One round:
     all else                                -> what `placement.plan` decides, one script of the store per decision
 
 A job that starts changes its state and gets all its leases in one act, with an epoch higher than any before. A trainer
-that is replaced gets the next epoch; rollout workers keep generating.
+that is replaced gets the next epoch; rollout workers keep generating. Trainers that share the ranks of a job
+(`trainer_groups.py`) are leased together and lost together: one that is gone ends the leases of all, and one that is
+told to stop sends the job back to the queue, so that rank 0 saves before it continues elsewhere.
 
 Inference and eval jobs need rollout workers alone; `untrained_jobs.py` says when they run, sleep, and are over.
 """
@@ -35,7 +37,9 @@ from opentinker.services.scheduler.placement import planner
 from opentinker.services.scheduler.placement.cluster_view import Cluster
 from opentinker.services.scheduler.placement.operator_limits import view_of
 from opentinker.services.scheduler.placement.shortages import named
+from opentinker.services.scheduler.placement.trainer_groups import group_of
 from opentinker.services.scheduler.placement.types import (
+    AddTrainers,
     AddWorker,
     Decision,
     Preempt,
@@ -61,6 +65,7 @@ from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.redis_script import UNFENCED
 from opentinker.shared.types.core import HELD, JobRecord, JobState, Lease, Pool, WorkerInfo
 from opentinker.shared.types.errors import Conflict, NotFound
+from opentinker.shared.types.trainer_group import RankShare
 
 log = structlog.get_logger()
 
@@ -158,7 +163,13 @@ class Reconciler:
     async def _check_leases(self, job: JobRecord, cluster: Cluster) -> JobRecord:
         """Take back what dead workers hold, and those that were lent and have ended. Returns the job as it is
         afterwards."""
+        if (leaving := self.watch.leaving_group(cluster.leases_of(job.id, Pool.TRAINER), cluster)) is not None:
+            with _log_if_ended(job.id):
+                detail = {"why": f"{leaving.worker}, which has some of its ranks, was told to stop"}
+                return await self._back_to_queue(job, cluster, "requeued", detail)
         for lease in cluster.leases_of(job.id):
+            if not cluster.holds(lease):  # gone with the rest of its group
+                continue
             if lease.leaves_by:
                 if self.watch.may_revoke(lease, cluster):
                     await self._revoke(lease, cluster)
@@ -170,7 +181,8 @@ class Reconciler:
             if counts and self.ctx.bus.was_away(self.nats_grace_s):
                 why, counts = f"{why}; {NATS_AWAY}", False
             log.warning("worker_lost", job=job.id, lost=lease.worker, pool=lease.pool, why=why, counts=counts)
-            await self._revoke(lease, cluster)
+            for held in cluster.leases_of(job.id, Pool.TRAINER) if lease.group else [lease]:
+                await self._revoke(held, cluster)
             with _log_if_ended(job.id):
                 job = await self._record_loss(job, lease, why, counts=counts)
         if job.rollout_losses and job.state == JobState.RUNNING and cluster.serving(job.id):
@@ -193,10 +205,10 @@ class Reconciler:
         """Returns the job as it is afterwards. What is written down of it, its tenant may read."""
         job = jobs[decision.job]
         match decision:
-            case Start(_, workers):
-                return await self._start(job, [cluster.workers[id] for id in workers])
-            case AddWorker(_, worker, Pool.TRAINER):
-                return await self._replace_trainer(job, cluster.workers[worker])
+            case Start(_, workers, ranks):
+                return await self._start(job, [cluster.workers[id] for id in workers], ranks)
+            case AddTrainers(_, workers, ranks):
+                return await self._replace_trainers(job, [cluster.workers[id] for id in workers], ranks)
             case AddWorker(_, worker, _):
                 await self._add_rollout_worker(job, cluster.workers[worker])
             case Reclaim(_, worker, wanted_by):
@@ -209,27 +221,30 @@ class Reconciler:
                 return await self._back_to_queue(job, cluster, "requeued", {"why": why})
         return job
 
-    async def _start(self, job: JobRecord, workers: list[WorkerInfo]) -> JobRecord:
-        names: dict[str, str] = {}
+    async def _start(self, job: JobRecord, workers: list[WorkerInfo], ranks: int) -> JobRecord:
+        names: dict[str, Any] = {"ranks": ranks} if ranks else {}
         for worker in workers:
             kind = EVENT_NAMES[worker.pool]
             names[kind] = ", ".join([*([names[kind]] if kind in names else []), worker.id])
         epoch = await self._next_epoch(job)
         changes: dict[str, Any] = {"since": time.time(), "waiting_for": ""}
-        await self._change(job, workers, epoch, allowed=[JobState.QUEUED], detail=names, **changes)
+        await self._change(job, workers, epoch, ranks, allowed=[JobState.QUEUED], detail=names, **changes)
         log.info("job_started", job=job.id, epoch=epoch, **names)
         return msgspec.structs.replace(job, state=JobState.STARTING, epoch=epoch, **changes)
 
-    async def _replace_trainer(self, job: JobRecord, trainer: WorkerInfo) -> JobRecord:
+    async def _replace_trainers(self, job: JobRecord, trainers: list[WorkerInfo], ranks: int) -> JobRecord:
         epoch = await self._next_epoch(job)
-        detail = {"trainer": trainer.id, "restarts": job.restarts}
-        await self._change(job, [trainer], epoch, allowed=HELD, event="trainer_restarted", detail=detail)
-        log.info("trainer_restarted", job=job.id, epoch=epoch, trainer=trainer.id)
+        names = ", ".join(trainer.id for trainer in trainers)
+        detail = {"trainer": names, "restarts": job.restarts, **({"ranks": ranks} if ranks else {})}
+        await self._change(job, trainers, epoch, ranks, allowed=HELD, event="trainer_restarted", detail=detail)
+        log.info("trainer_restarted", job=job.id, epoch=epoch, trainer=names)
         return msgspec.structs.replace(job, state=JobState.STARTING, epoch=epoch)
 
-    async def _change(self, job: JobRecord, workers: list[WorkerInfo], epoch: int, **changes: Any) -> None:
-        """Move a job to `starting` and grant its workers, atomically."""
-        leases = [_lease(job.id, epoch, worker) for worker in workers]
+    async def _change(self, job: JobRecord, workers: list[WorkerInfo], epoch: int, ranks: int, **changes: Any) -> None:
+        """Move a job to `starting` and grant its workers, atomically. `ranks`: which its trainers share, see
+        `PlannedJob.ranks`."""
+        group = group_of([worker for worker in workers if worker.pool == Pool.TRAINER], ranks)
+        leases = [_lease(job.id, epoch, worker, group if worker.pool == Pool.TRAINER else ()) for worker in workers]
         await self.store.transition(
             job.id,
             JobState.STARTING,
@@ -351,5 +366,5 @@ EVENT_NAMES = {Pool.TRAINER: "trainer", Pool.ROLLOUT: "rollout_worker"}
 """As events name them."""
 
 
-def _lease(job: str, epoch: int, worker: WorkerInfo) -> Lease:
-    return Lease(job=job, worker=worker.id, incarnation=worker.incarnation, epoch=epoch, pool=worker.pool)
+def _lease(job: str, epoch: int, worker: WorkerInfo, group: tuple[RankShare, ...] = ()) -> Lease:
+    return Lease(job=job, worker=worker.id, incarnation=worker.incarnation, epoch=epoch, pool=worker.pool, group=group)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
-from opentinker.services.scheduler.placement.types import NAMES, Counts, Need, PlannedJob
+from opentinker.services.scheduler.placement.types import GB, NAMES, Counts, Need, PlannedJob
 from opentinker.shared.types.core import JobRecord, Pool
 
-GB = 10**9
 SHOWN_HOLDERS = 2
 """Holding jobs named to a waiting job's tenant."""
 
@@ -25,9 +24,9 @@ def called(pool: Pool, need: Need | None = None, count: int = 1) -> str:
 
 
 def with_gpus(need: Need) -> str:
-    """Describe the GPUs that a worker needs; empty if none."""
+    """Describe the GPUs, or the room, that a worker needs; empty if neither."""
     if not need.gpus:
-        return ""
+        return f" with room for {need.ranks} ranks" if need.ranks > 1 else ""
     count = "a GPU" if need.gpus == 1 else f"{need.gpus} GPUs"
     return f" with {count}" + (f" of {need.memory / GB:g} GB" if need.memory else "")
 

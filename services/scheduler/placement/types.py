@@ -25,6 +25,9 @@ Counts = Mapping[Pool, int]
 
 UNKNOWN = 1 << 60
 """Bytes of a GPU that has not told yet: enough for every job."""
+ANY_RANKS = 1 << 16
+"""Room of a trainer that takes any number of ranks."""
+GB = 10**9
 
 
 class Gpus(msgspec.Struct, frozen=True):
@@ -36,21 +39,25 @@ class Gpus(msgspec.Struct, frozen=True):
     """How many of them NVLink joins with the first, itself counted."""
     near: int = 1
     """How many are on its NUMA node; 1 also where that is not known."""
+    ranks: int = ANY_RANKS
+    """Ranks of a job that the worker has room for."""
 
     def suit(self, need: Need) -> bool:
         taken = self.memory[: need.gpus]
-        return len(taken) == need.gpus and all(memory >= need.memory for memory in taken)
+        return need.ranks <= self.ranks and len(taken) == need.gpus and all(memory >= need.memory for memory in taken)
 
 
 NO_GPUS = Gpus()
 
 
 class Need(msgspec.Struct, frozen=True):
-    """GPUs that each worker of a pool needs for a job."""
+    """GPUs and room that each worker of a pool needs for a job."""
 
     gpus: int = 0
     memory: int = 0
     """Bytes of each."""
+    ranks: int = 1
+    """Ranks that it must have room for."""
 
 
 class Slot(msgspec.Struct, frozen=True):
@@ -71,6 +78,8 @@ class PlannedJob(msgspec.Struct, frozen=True, kw_only=True):
     """Minimum of each pool."""
     gpus: Mapping[Pool, Need] = {}
     """Requirements of its workers; a pool that is not named needs none."""
+    ranks: int = 0
+    """Ranks that its trainers share; 0: one trainer has all of its spec."""
     most: int = 0
     """Rollout workers that it may have."""
     held: bool = False
@@ -132,9 +141,21 @@ class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
 class Start(msgspec.Struct, frozen=True):
     job: str
     workers: tuple[str, ...]
+    ranks: int = 0
+    """See `PlannedJob.ranks`."""
+
+
+class AddTrainers(msgspec.Struct, frozen=True):
+    """All trainers of a job that has none."""
+
+    job: str
+    workers: tuple[str, ...]
+    ranks: int = 0
 
 
 class AddWorker(msgspec.Struct, frozen=True):
+    """One rollout worker more."""
+
     job: str
     worker: str
     pool: Pool
@@ -170,7 +191,7 @@ class Requeue(msgspec.Struct, frozen=True):
     why: str
 
 
-Decision = Start | AddWorker | Reclaim | Preempt | Sleep | Requeue
+Decision = Start | AddTrainers | AddWorker | Reclaim | Preempt | Sleep | Requeue
 
 
 class PlacementPlan(msgspec.Struct, frozen=True):

@@ -54,6 +54,8 @@ def _trainer(job: JobRecord, lease: Lease, why: str, counts: bool, now: float, r
     restart_step = job.step if counts else job.restart_step
     changes = {"restarts": restarts, "restart_step": restart_step, "resumed_step": -1, **again}
     detail = {"worker": lease.worker, "why": why, "step": job.step, "restarts": restarts}
+    if len(lease.group) > 1:
+        detail["group"] = ", ".join(share.worker for share in lease.group)
     return Loss("trainer_lost", failed, changes, detail)
 
 

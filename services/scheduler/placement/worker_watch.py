@@ -68,6 +68,16 @@ class WorkerWatch:
             return True
         return self._clock() - self._leaving_since.get(lease, self._clock()) > self._settings.take_back_s
 
+    def leaving_group(self, leases: Iterable[Lease], cluster: Cluster) -> Lease | None:
+        """Return the lease of a trainer that was told to stop while others depend on its ranks. The lead saves when it
+        is told itself."""
+        for lease in leases:
+            worker = cluster.workers.get(lease.worker)
+            follows = len(lease.group) > 1 and lease.group[0].worker != lease.worker
+            if follows and worker is not None and worker.status == "draining" and not cluster.has_left(lease):
+                return lease
+        return None
+
     def why_lost(self, lease: Lease, cluster: Cluster) -> str | None:
         """Return the reason why the holder is lost; None if it works, or may."""
         worker, now = cluster.workers.get(lease.worker), self._clock()

@@ -12,8 +12,6 @@ implements `base.RowLearner`.
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -25,6 +23,8 @@ import torch
 from opentinker.services.trainer.algorithm.advantages import F64
 from opentinker.services.trainer.data.examples import Example
 from opentinker.services.trainer.distributed.process_group import COLLECTIVE_TIMEOUT_S, HOST, ProcessGroup
+from opentinker.services.trainer.distributed.rank_environment import rank_environment, threads_of
+from opentinker.services.trainer.distributed.rank_listener import RankListener
 from opentinker.services.trainer.distributed.rank_main import LEARNERS, make_learner
 from opentinker.services.trainer.distributed.rank_processes import RankProcesses
 from opentinker.services.trainer.distributed.rank_protocol import (
@@ -41,7 +41,6 @@ from opentinker.services.trainer.distributed.rank_protocol import (
 from opentinker.services.trainer.learners.rl import RlLearner
 from opentinker.services.trainer.learners.supervised import SupervisedLearner
 from opentinker.shared.nn import buckets, transport
-from opentinker.shared.runtime.gpus import ORDER, VISIBLE, nearest, visible
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.train import all_ranks
 from opentinker.shared.types.core import WeightVersion
@@ -55,8 +54,9 @@ T = TypeVar("T")
 class MultiRankLearner:
     """Base of the multi-rank learners of groups and of rows."""
 
-    def __init__(self, spec: JobSpec, device: str) -> None:
-        self.spec, self.device = spec, device
+    def __init__(self, spec: JobSpec, device: str, listener: RankListener | None = None) -> None:
+        """`listener`: for the ranks that other trainers run."""
+        self.spec, self.device, self.listener = spec, device, listener
         self.world = spec.resources.ranks
         self.total_steps = spec.train.steps
         self.ranks: RankProcesses | None = None
@@ -99,6 +99,8 @@ class MultiRankLearner:
     def close(self) -> None:
         """End the other ranks; from another thread also in the middle of a step. Raises OpenTinkerError, see
         `RankProcesses.close`."""
+        if self.listener is not None:
+            self.listener.close()
         with self._closing:
             self._closed = True
             ranks, self.ranks = self.ranks, None
@@ -111,25 +113,26 @@ class MultiRankLearner:
         self.own.process_group.leave()
 
     def _start_ranks(self) -> None:
-        if self.device == "cuda" and torch.cuda.device_count() < self.world:
-            raise JobFailed(
-                f"resources.trainer_gpus = {self.world}, but this trainer has {torch.cuda.device_count()} GPUs"
-            )
-        threads = max(1, min(self._threads, (os.cpu_count() or 1) // all_ranks(self.spec)))
+        listener = self.listener
+        local = all_ranks(self.spec) if listener is None else listener.local
+        if self.device == "cuda" and torch.cuda.device_count() < (gpus := min(local, self.world)):
+            raise JobFailed(f"it takes {gpus} GPUs of this trainer, which has {torch.cuda.device_count()}")
+        threads = threads_of(local, self._threads)
         torch.set_num_threads(threads)
-        ranks = RankProcesses(self.world, partial(_rank_environment, threads))
+        ranks = RankProcesses(self.world, partial(rank_environment, threads), listener)
         with self._closing:
             closed = self._closed
             self.ranks = None if closed else ranks
         if closed:  # while they were starting
             ranks.close(self._leave)
             raise OpenTinkerError("the job was released while its ranks were starting")
-        store, port = transport.host_store(HOST, self.world, COLLECTIVE_TIMEOUT_S)
+        host = HOST if listener is None else listener.host
+        store, port = transport.host_store(host, self.world, COLLECTIVE_TIMEOUT_S)
         # Learners of several policies are in this process; DeepSpeed needs the default group.
         separate = len(self.spec.policies) > 1 and self.spec.train.parallel == "data"
         self.own.process_group = self._run(
-            Join(self.device, port, self.world, separate),
-            lambda: ProcessGroup.join(port, 0, self.world, self.device, separate=separate, store=store),
+            Join(self.device, host, port, self.world, separate),
+            lambda: ProcessGroup.join(host, port, 0, self.world, self.device, separate=separate, store=store),
         )
 
     def _run(self, command: Command, part: Callable[[], T]) -> T:
@@ -177,24 +180,3 @@ class MultiRankRowLearner(MultiRankLearner):
 
     def evaluate(self, examples: list[Example]) -> dict[str, float]:
         return self._run(Evaluate(rows_of(examples)), lambda: self.own.evaluate(examples))
-
-
-def _gpus() -> list[str]:
-    """Return GPUs as CUDA_VISIBLE_DEVICES names them, in the order of ranks: rank 0's own, then those nearest to it."""
-    told = os.environ.get(VISIBLE)
-    listed = told.split(",") if told else []
-    if ORDER.items() <= os.environ.items() and len(found := nearest(visible())) >= len(listed):
-        return [str(gpu.index) for gpu in found]
-    return listed  # CUDA uses another order than NVML, or NVML does not know them all
-
-
-def _rank_environment(threads: int, rank: int) -> dict[str, str]:
-    """Return a rank's environment variables: its share of the processors, its GPU, the import path."""
-    gpus = _gpus()
-    if not gpus and VISIBLE not in os.environ:  # not set: all GPUs are visible; an empty list means none
-        gpus = [str(number) for number in range(rank + 1)]
-    return {
-        "OMP_NUM_THREADS": str(threads),
-        VISIBLE: gpus[rank] if rank < len(gpus) else "",
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-    }

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import Callable, Iterable, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +18,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from opentinker.shared.nn.transport import gloo_options
+from opentinker.shared.runtime.listening import interface_of, own_address
 
 HOST = "127.0.0.1"
-"""All ranks of a job are on one machine."""
+"""Where the ranks of one machine meet."""
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Environment variables that name the network interface of torch's default group."""
+REACH_S = 60.0
+"""Time for a connection to rank 0's store."""
 COLLECTIVE_TIMEOUT_S = 1800.0
 """Timeout of a collective. A dead rank is detected long before, see `rank_processes.py`."""
 BUCKET_ELEMENTS = 1 << 24
@@ -38,6 +44,7 @@ class ProcessGroup:
     @classmethod
     def join(
         cls,
+        address: str,
         port: int,
         rank: int,
         world: int,
@@ -48,17 +55,19 @@ class ProcessGroup:
     ) -> ProcessGroup:
         """Join the group; blocks until all `world` ranks have joined.
 
-        `separate`: join a gloo group that is not torch's default group, of which a process has only one. `store`: on
-        rank 0 its store, which already listens on `port`.
+        `address`, `port`: of rank 0's store. `separate`: join a gloo group that is not torch's default group, of which
+        a process has only one. `store`: on rank 0 its store, which already listens there.
         """
         patience = datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S)
-        store = store or dist.TCPStore(HOST, port, world, is_master=False, timeout=patience, wait_for_workers=False)
+        own = own_address(address, port, REACH_S)
+        store = store or dist.TCPStore(address, port, world, is_master=False, timeout=patience, wait_for_workers=False)
         prefixed = dist.PrefixStore("process_group", store)
         if separate:
-            options = gloo_options(HOST, COLLECTIVE_TIMEOUT_S)
+            options = gloo_options(own, COLLECTIVE_TIMEOUT_S)
             return cls(rank, world, device, dist.ProcessGroupGloo(prefixed, rank, world, options))
         backend = "nccl" if device == "cuda" else "gloo"
-        dist.init_process_group(backend, store=prefixed, rank=rank, world_size=world, timeout=patience)
+        with _on_interface(own):
+            dist.init_process_group(backend, store=prefixed, rank=rank, world_size=world, timeout=patience)
         return cls(rank, world, device)
 
     def leave(self) -> None:
@@ -144,3 +153,16 @@ class ProcessGroup:
 
 def _numbers(column: Tensor) -> npt.NDArray[np.float64]:
     return column.detach().double().cpu().numpy()  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def _on_interface(address: str) -> Iterator[None]:
+    """Have torch's default group talk on the interface with this address, unless the operator has named one."""
+    name = interface_of(address)
+    added = [variable for variable in INTERFACES if name and variable not in os.environ]
+    os.environ.update(dict.fromkeys(added, name))
+    try:
+        yield
+    finally:
+        for variable in added:
+            del os.environ[variable]

@@ -1,10 +1,9 @@
-"""Main module of ranks 1 ... N-1: processes that the trainer starts for a job of several ranks.
+"""Main module of ranks 1 ... N-1: processes that trainers start for a job of several ranks.
 
-    python -m opentinker.services.trainer.distributed.rank_main FD RANK      (started by rank_processes.py, never by
-    hand)
+    python -m opentinker.services.trainer.distributed.rank_main FD RANK      (started by a trainer, never by hand)
 
-Consumes commands from the socket FD and executes each together with the other ranks, produces one answer per command
-and a heartbeat per second; waits for the next command; ends with the trainer.
+Consumes commands of rank 0 from the socket FD and executes each together with the other ranks, produces one answer per
+command and a heartbeat per second; waits for the next command; ends with its trainer, and with the socket.
 """
 
 from __future__ import annotations
@@ -115,8 +114,8 @@ class Rank:
 
     def _execute(self, command: Command) -> None:
         match command:
-            case Join(device=device, port=port, world=world, separate=separate):
-                self._process_group = ProcessGroup.join(port, self._rank, world, device, separate=separate)
+            case Join(device=device, address=address, port=port, world=world, separate=separate):
+                self._process_group = ProcessGroup.join(address, port, self._rank, world, device, separate=separate)
             case Load():
                 self._load(command)
             case RankStep(groups=groups, version=version):

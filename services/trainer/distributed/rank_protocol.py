@@ -1,4 +1,4 @@
-"""Frames between the trainer (rank 0) and the ranks that it starts: eight bytes of length, then msgpack."""
+"""Frames between rank 0 and the other ranks: eight bytes of length, then msgpack."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     """The first command: join the process group."""
 
     device: str
+    address: str
+    """Address of rank 0's store, and port."""
     port: int
-    """Port of rank 0's store."""
     world: int
     separate: bool
     """See `ProcessGroup.join`."""
@@ -116,6 +117,13 @@ class FromRank(msgspec.Struct, frozen=True):
     answer: Answer
 
 
-def frame(noun: ToRank | FromRank) -> bytes:
+class Hello(msgspec.Struct, frozen=True):
+    """The first message of a connection from another trainer: which rank will speak, and the group's token."""
+
+    rank: int
+    token: bytes
+
+
+def frame(noun: ToRank | FromRank | Hello) -> bytes:
     payload = codec.encode(noun)
     return HEAD.pack(len(payload)) + payload

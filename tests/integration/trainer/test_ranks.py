@@ -19,9 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from opentinker.services.trainer.distributed import multi_rank_learner
+from opentinker.services.trainer.distributed import multi_rank_learner, rank_environment
 from opentinker.services.trainer.distributed.multi_rank_learner import MultiRankRlLearner
-from opentinker.services.trainer.distributed.rank_processes import RankLost, RankProcesses
+from opentinker.services.trainer.distributed.rank_connections import RankLost
+from opentinker.services.trainer.distributed.rank_processes import RankProcesses
 from opentinker.services.trainer.distributed.rank_protocol import Gather
 from opentinker.services.trainer.learners.base import NonFinite
 from opentinker.services.trainer.learners.rl import RlLearner
@@ -317,11 +318,11 @@ def test_ranks_that_were_starting_when_the_job_was_let_go_end(pair: Pair, monkey
     ("told", "taken"), [(None, ["0", "1", "2"]), ("", ["", "", ""]), ("5", ["5", "", ""]), ("6,4,5", ["6", "4", "5"])]
 )
 def test_ranks_use_gpus_of_their_trainer(monkeypatch: pytest.MonkeyPatch, told: str | None, taken: list[str]) -> None:
-    monkeypatch.setattr(multi_rank_learner, "visible", list)
+    monkeypatch.setattr(rank_environment, "visible", list)
     monkeypatch.delenv(VISIBLE, raising=False)
     if told is not None:
         monkeypatch.setenv(VISIBLE, told)
-    assert [multi_rank_learner._rank_environment(1, rank)[VISIBLE] for rank in range(3)] == taken
+    assert [rank_environment.rank_environment(1, rank)[VISIBLE] for rank in range(3)] == taken
 
 
 @pytest.mark.nightly

@@ -22,9 +22,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.distributed import TCPStore
 
-from opentinker.shared.nn import transport
 from opentinker.shared.nn.buckets import Snapshot, bucket_sizes, fingerprint, snapshot, unpack
 from opentinker.shared.nn.transport import WeightGroup, give_up, host_store
+from opentinker.shared.runtime.listening import listen_on
 from opentinker.shared.types.core import WeightVersion
 from opentinker.shared.types.errors import TransportError
 from tests.conftest import WAIT_S, free_port
@@ -311,7 +311,7 @@ def test_the_meeting_point_listens_on_the_address_it_is_told_and_no_other() -> N
 
 def test_an_address_that_is_not_of_this_machine_is_listened_for_on_all() -> None:
     """Behind an address translation: others, and the store itself, come back to this machine by it."""
-    with structlog.testing.capture_logs() as said, transport._listen("192.0.2.1") as listener:
+    with structlog.testing.capture_logs() as said, listen_on("192.0.2.1", 1) as listener:
         socket.create_connection(("127.0.0.2", listener.getsockname()[1]), WAIT_S).close()
     assert [line["event"] for line in said] == ["listening_on_all_addresses"]
 
@@ -330,17 +330,17 @@ def test_ambiguous_names_bind_to_all(monkeypatch: pytest.MonkeyPatch, known_as: 
 
     with monkeypatch.context() as patched:
         patched.setattr(socket, "getaddrinfo", getaddrinfo)
-        listener = transport._listen("here")
+        listener = listen_on("here", 1)
     with listener:
         for address in reached:
             socket.create_connection((address, listener.getsockname()[1]), WAIT_S).close()
 
 
 def test_localhost_is_this_machine_alone() -> None:
-    with transport._listen("localhost") as listener:
+    with listen_on("localhost", 1) as listener:
         assert listener.getsockname()[0] in ("127.0.0.1", "::1")
 
 
 def test_a_name_that_nobody_knows_is_a_clear_error() -> None:
-    with pytest.raises(TransportError, match="cannot listen for rollout workers on no-such-host"):
+    with pytest.raises(TransportError, match="cannot listen on no-such-host"):
         host_store("no-such-host.invalid", 1, WAIT_S)

@@ -40,7 +40,8 @@ def test_each_image_is_built_by_one_service() -> None:
 
 
 def test_how_many_workers_there_are_stands_in_the_environment_file() -> None:
-    for service, name in (("env-worker", "OPENTINKER_ENV_WORKERS"), ("rollout-worker", "OPENTINKER_ROLLOUT_WORKERS")):
+    named = {"env-worker": "ENV_WORKERS", "rollout-worker": "ROLLOUT_WORKERS", "trainer": "TRAINERS"}
+    for service, name in ((service, f"OPENTINKER_{what}") for service, what in named.items()):
         assert BUILT[service]["deploy"]["replicas"] == f"${{{name}:-1}}"
         assert name in (ROOT / "docs" / "operating.md").read_text()
 

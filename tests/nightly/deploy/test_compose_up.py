@@ -71,6 +71,7 @@ async def test_jobs_train_while_containers_come_and_go(tmp_path: Path) -> None:
             await _is_served(client, job)
             await _is_upgraded(project, client, tmp_path)
             await _trains_an_adapter(client)
+            await _shares_ranks(project, client)
             await _trains_in_sandboxes(client)
             await _sees(client)
             await _keep_to_their_data(project, job)
@@ -252,6 +253,38 @@ async def _trains_an_adapter(client: AsyncClient) -> None:
     job = await _succeeds(client, spec, "tiny")
     tell("an adapter was trained")
     await _is_served(client, job)
+
+
+async def _shares_ranks(project: Project, client: AsyncClient) -> None:
+    """Two trainers with room for one rank train a job together, and one of them is killed."""
+    project.told({"OPENTINKER_MAX_RANKS": "1", "OPENTINKER_TRAINERS": "2"})
+    await project.compose("up", "--detach", "--wait", "--no-deps", "trainer")
+    spec = tomllib.loads((EXAMPLES / "copy_digits.toml").read_text())
+    spec["model"]["base"] = f"{MODELS}/tiny"
+    spec["train"] |= {"steps": ENOUGH, "checkpoint_every": 5, "warmup_steps": 0, "target": {}, "parallel": "zero2"}
+    spec["resources"] = {"trainer_ranks": 2, "min_trainer_ranks": 1}
+    job = (await client.submit(spec))["id"]
+
+    async def trained(steps: int) -> bool:
+        record = await client.job(job)
+        assert record["state"] in ("queued", "starting", "running"), record["reason"]
+        return record["step"] >= steps
+
+    async def on_one() -> bool:
+        return len([w for w in (await client.job(job))["workers"] if w["pool"] == "trainer"]) == 1
+
+    await until(lambda: trained(6), timeout_s=LONG_S)
+    members = [worker for worker in (await client.job(job))["workers"] if worker["pool"] == "trainer"]
+    assert len(members) == 2 and len({worker["host"] for worker in members}) == 2
+    await project.docker("kill", members[1]["host"])  # the host name of a container is its id; it stays away
+    await until(on_one, timeout_s=LONG_S)
+    step = (await client.job(job))["step"]
+    await until(lambda: trained(step + ON), timeout_s=LONG_S)
+    await client.cancel(job)
+    await client.wait(job, LONG_S)
+    tell(f"two trainers shared the ranks of a job; one was killed, and the other one continued from step {step}")
+    project.told({"OPENTINKER_MAX_RANKS": "0", "OPENTINKER_TRAINERS": "1"})
+    await project.compose("up", "--detach", "--wait", "--no-deps", "trainer")
 
 
 async def _trains_in_sandboxes(client: AsyncClient) -> None:

@@ -73,3 +73,10 @@ def test_a_job_on_two_hosts_survives_ten_seconds_apart(hosts: tuple[str, str, st
 @pytest.mark.slow
 def test_weights_travel_from_host_to_host(hosts: tuple[str, str, str], tmp_path: Path) -> None:
     assert "4194304 bytes came over the link" in on_the_first(hosts, "weights", tmp_path)
+
+
+@pytest.mark.slow
+def test_the_ranks_of_a_job_on_two_hosts_survive_a_cut(hosts: tuple[str, str, str], tmp_path: Path) -> None:
+    said = on_the_first(hosts, "ranks", tmp_path)
+    sys.stdout.write(said)
+    assert "ranks succeeded at step 40" in said

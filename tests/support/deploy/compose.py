@@ -46,6 +46,10 @@ class Project:
         self._files.append(file)
         self._environ |= environ
 
+    def told(self, environ: dict[str, str]) -> None:
+        """Environment variables of compose from now on."""
+        self._environ |= environ
+
     async def compose(self, *words: str) -> str:
         files = [word for file in self._files for word in ("-f", file)]
         return await self._run("docker", "compose", "-p", self.name, *files, "--profile", "cpu", *words)

@@ -2,6 +2,7 @@
 
     python -m tests.support.deploy.two_hosts job DIRECTORY SECOND LINK ADDRESS ADDRESS2
     python -m tests.support.deploy.two_hosts weights DIRECTORY SECOND LINK ADDRESS ADDRESS2
+    python -m tests.support.deploy.two_hosts ranks DIRECTORY SECOND LINK ADDRESS ADDRESS2
 
 `tests/nightly/deploy/test_two_hosts.py` makes the hosts and calls this. Exits with an error if something does not hold.
 """
@@ -11,12 +12,15 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from examples.models.make_tiny import make_tiny
 from tests.conftest import WAIT_S, until
 from tests.e2e.test_kills import check, toy_spec
-from tests.support.cluster import Cluster, toy_model
+from tests.support.cluster import JOB_S, Cluster, toy_model
 
 PARTITION_S = 10.0
 STEPS = 300
@@ -102,6 +106,47 @@ async def job(directory: Path, second: Second) -> None:
         print(f"succeeded at step {record['step']}; {await cluster.ledger(id)}")
 
 
+async def ranks(directory: Path, second: Second) -> None:
+    """A trainer on each host, which share a job's ranks until the link is cut; one continues, and the other one is free
+    for the next job when the link is there again."""
+    model = make_tiny(directory / "model")
+    settings = {"max_ranks": 1, "queue_gang_s": 2, "heartbeat_s": 0.5, "worker_ttl_s": 3}
+    async with Cluster(
+        directory / "cluster", listen=second.address, advertise_host=second.address, forked=False, **settings
+    ) as cluster:
+        there = second.add(cluster, "trainer", "trainer")
+        await cluster.ready()
+        train = {"steps": 40, "checkpoint_every": 3, "keep_checkpoints": 2, "parallel": "zero2"}
+        spec = toy_spec(model, steps=40, train=train, resources={"trainer_ranks": 2, "min_trainer_ranks": 1})
+        id = await cluster.submit(spec)
+        await cluster.reaches(id, 4)
+        (shares,) = {lease.group for lease in await cluster.store.leases() if lease.group}
+        assert [share.worker for share in shares] == ["trainer-0", there], shares
+        second.cut()
+        cut_at, before = time.monotonic(), await cluster.step(id)
+
+        async def lost() -> list[dict[str, Any]]:
+            found = await cluster.store.events(id)
+            return [event for event in found if event["event"] in ("trainer_lost", "rank_lost")]
+
+        (first, *_) = await until(lost)
+        print(f"{time.monotonic() - cut_at:.1f} s after the cut: {first['event']} {first['worker']}: {first['why']}")
+        assert first["worker"] == there, first
+        await until(lambda: any(line["epoch"] == 2 for line in cluster.lines(id)), timeout_s=JOB_S)
+        print(f"{time.monotonic() - cut_at:.1f} s after the cut it trains alone; at step {before} when it was cut")
+        assert "trainer/rank_imbalance" not in cluster.lines(id)[-1], "one rank"
+        second.mend()
+
+        async def is_free() -> bool:
+            return any(w.id == there and w.job is None and w.status == "idle" for w in await cluster.store.workers())
+
+        await until(is_free, timeout_s=JOB_S)
+        print(f"{time.monotonic() - cut_at:.1f} s after the cut the other host is there again, and free")
+        record = await cluster.succeeds(id)
+        await check(cluster, id, spec)
+        print(f"ranks succeeded at step {record['step']}, resumed at {cluster.manifest(id).resumed}")
+
+
 def weights(second: Second) -> None:
     """The group finds its way by the address that the trainer advertises, whatever the hosts are called."""
     import torch
@@ -128,4 +173,7 @@ def weights(second: Second) -> None:
 if __name__ == "__main__":
     what, place, *names = sys.argv[1:]
     other = Second(*names)
-    asyncio.run(job(Path(place), other)) if what == "job" else weights(other)
+    if what == "weights":
+        weights(other)
+    else:
+        asyncio.run({"job": job, "ranks": ranks}[what](Path(place), other))

@@ -32,6 +32,8 @@ KINDS = (
     ({TRAINER: 1, ROLLOUT: 2}, 4),
     ({TRAINER: 1, ROLLOUT: 4}, 4),
     ({TRAINER: 1}, 0),
+    ({TRAINER: 2, ROLLOUT: 1}, 1),
+    ({TRAINER: 3}, 0),
     ({ROLLOUT: 1}, 2),
 )
 """What a job needs, and how many rollout workers it may have. Those that need both need env workers too."""
@@ -186,7 +188,17 @@ class Cluster:
             if not worker.lease.leaving:
                 pause_s = self.random.choice((0.0, 2.0, 30.0))
                 self._change(worker.lease.job, lost_at=self.now, retry_at=self.now + pause_s)
+            lease = worker.lease
             self._end_lease(worker)
+            if worker.pool == TRAINER and not lease.leaving:
+                self._lose_group(lease.job)
+
+    def _lose_group(self, job: str) -> None:
+        """Trainers that share ranks are lost together; the others let go after a while."""
+        for other in self.workers.values():
+            if other.pool == TRAINER and other.lease is not None and other.lease.job == job:
+                self._end_lease(other)
+                other.busy_until = self.now + 5.0
 
     def _revive(self) -> None:
         for worker in self.workers.values():

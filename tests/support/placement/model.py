@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 
 from opentinker.services.scheduler.placement.planner import plan
 from opentinker.services.scheduler.placement.types import (
+    AddTrainers,
     AddWorker,
     ClusterView,
     Decision,
@@ -37,8 +38,8 @@ class Model(Cluster):
             if isinstance(decision, Start):
                 self._check_turn(view, gaps, decision)
                 self._check_choice(view, gaps, decision)
-            if isinstance(decision, Start | AddWorker) and not self._is_lent(decision):
-                for worker in decision.workers if isinstance(decision, Start) else (decision.worker,):
+            if isinstance(decision, Start | AddTrainers | AddWorker) and not self._is_lent(decision):
+                for worker in (decision.worker,) if isinstance(decision, AddWorker) else decision.workers:
                     gaps[self.workers[worker].pool].remove(worker)
             self._apply(view, decision)
         self._check_rest(view, gaps, planned.decisions, planned.waiting)
@@ -47,8 +48,8 @@ class Model(Cluster):
             self.recount()
         return planned.decisions
 
-    def _is_lent(self, decision: Start | AddWorker) -> bool:
-        if isinstance(decision, Start):
+    def _is_lent(self, decision: Start | AddTrainers | AddWorker) -> bool:
+        if not isinstance(decision, AddWorker):
             return False
         return self.held_by(decision.job)[decision.pool] >= self.jobs[decision.job].needs.get(decision.pool, 0)
 
@@ -62,6 +63,12 @@ class Model(Cluster):
                 for id in workers:
                     self.give(id, job)
                 self.begin(job)
+            case AddTrainers(_, ids):
+                assert job.held and self.held_by(job.id)[Pool.TRAINER] == 0, "all of them in one act"
+                assert len(ids) == job.needs[Pool.TRAINER], "all of them, or none"
+                for id in ids:
+                    assert self.workers[id].pool == Pool.TRAINER and self.does(id, job)
+                    self.give(id, job)
             case AddWorker(_, id, pool):
                 assert job.held and self.workers[id].pool == pool and self.does(id, job)
                 self.give(id, job)
@@ -94,7 +101,8 @@ class Model(Cluster):
         worker = self.workers[id]
         if (need := job.gpus.get(worker.pool)) is None:
             return True
-        return sum(memory >= need.memory for memory in worker.gpus.memory[: need.gpus]) == need.gpus
+        fit = sum(memory >= need.memory for memory in worker.gpus.memory[: need.gpus]) == need.gpus
+        return fit and worker.gpus.ranks >= need.ranks
 
     def suffice(self, workers: Mapping[Pool, Collection[str]], job: PlannedJob) -> bool:
         if not job.gpus:

@@ -13,6 +13,7 @@ import pytest
 from opentinker.services.scheduler.placement import planner
 from opentinker.services.scheduler.placement.quotas import Used
 from opentinker.services.scheduler.placement.types import (
+    AddTrainers,
     AddWorker,
     Held,
     PlannedJob,
@@ -146,7 +147,7 @@ def test_the_fewest_and_least_jobs_of_lower_priority_are_interrupted() -> None:
 
 def test_lost_worker_is_replaced_before_anybody_starts_but_not_before_its_time() -> None:
     broken = held("b", "rollout-0")
-    assert planned(broken, job("q"), trainers=1, rollouts=2).decisions[0] == AddWorker("b", "trainer-0", TRAINER)
+    assert planned(broken, job("q"), trainers=1, rollouts=2).decisions[0] == AddTrainers("b", ("trainer-0",))
     early = held("b", "rollout-0", retry_at=NOW + 5)
     found = planned(early, job("q"), trainers=1, rollouts=2)
     assert started(found) == ["q"] and "another try at" in found.waiting["b"]

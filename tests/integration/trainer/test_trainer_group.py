@@ -1,0 +1,149 @@
+"""Ranks of two trainers: the lead's learner here, and the processes of a member, which connect by TCP."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import structlog
+
+from opentinker.services.trainer.distributed import rank_listener
+from opentinker.services.trainer.distributed.member_ranks import MemberRanks
+from opentinker.services.trainer.distributed.multi_rank_learner import MultiRankRlLearner
+from opentinker.services.trainer.distributed.rank_connections import RankLost
+from opentinker.services.trainer.distributed.rank_listener import RankListener
+from opentinker.services.trainer.distributed.rank_protocol import Hello, frame
+from opentinker.shared.types.core import Lease, Pool
+from opentinker.shared.types.errors import OpenTinkerError
+from opentinker.shared.types.trainer_group import JoinRanks, RankShare
+from tests.conftest import WAIT_S
+from tests.integration.trainer.test_ranks import JOBS, Pair, two_ranks
+from tests.support.factories import version
+from tests.support.learning import random_groups
+from tests.support.listening import living
+
+HERE = "127.0.0.1"
+SHARES = (RankShare("trainer-0", "a", 1), RankShare("trainer-1", "b", 1))
+"""The lead is this process."""
+
+
+def lease_of(place: int) -> Lease:
+    share = SHARES[place]
+    return Lease(
+        job="j-a", worker=share.worker, incarnation=share.incarnation, epoch=1, pool=Pool.TRAINER, group=SHARES
+    )
+
+
+def call(listener: RankListener, **changes: object) -> JoinRanks:
+    fields = {"job": "j-a", "epoch": 1, "address": HERE, "port": listener.port, "token": listener.token}
+    return JoinRanks(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+class TwoTrainers(Pair):
+    def __init__(self, base: Path) -> None:
+        super().__init__(base)
+        self.listener = RankListener(HERE, SHARES)
+        self.multi_rank = MultiRankRlLearner(two_ranks(base), "cpu", self.listener)
+        self.member = MemberRanks(lease_of(1))
+        assert self.member.start(call(self.listener)) == ""
+
+    @property
+    def pid(self) -> int:
+        """Of the member's rank."""
+        (pid,) = [pid for pid, parent in living() if parent == os.getpid() and "rank_main" in command_of(pid)]
+        return pid
+
+    def member_ends(self) -> bool:
+        assert self.member._thread is not None
+        self.member._thread.join(WAIT_S)
+        return not self.member._thread.is_alive()
+
+
+def command_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
+@pytest.fixture(scope="module")
+def trainers(small: Path) -> Iterator[TwoTrainers]:
+    with closing(TwoTrainers(small)) as trainers:
+        yield trainers
+
+
+GUARDS = ("full", "zero3")
+NAMES = [name if name in GUARDS else pytest.param(name, marks=pytest.mark.nightly) for name in JOBS]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ranks_of_two_trainers_learn_what_one_does(trainers: TwoTrainers, name: str) -> None:
+    parts = JOBS[name]
+    usual = {"group_size": 4, "groups_per_batch": 4}
+    alone = trainers.job(**{**parts, "algorithm": {**usual, **parts.get("algorithm", {})}})
+    for step in range(2):
+        trainers.both_step(alone, random_groups(step, reference=True), step)
+    trainers.assert_same_weights(alone)
+
+
+def test_the_loss_of_a_member_is_noticed_and_names_it(trainers: TwoTrainers) -> None:
+    """The last test with these two."""
+    trainers.job()
+    with structlog.testing.capture_logs() as said:
+        os.kill(trainers.pid, signal.SIGKILL)
+        with pytest.raises(RankLost, match="rank 1 on trainer-1 has closed") as lost:
+            trainers.multi_rank.step(random_groups(0), version(0))
+        assert lost.value.worker == "trainer-1"
+        trainers.multi_rank.close()
+        assert trainers.member_ends()
+    assert [line["why"] for line in said if line["event"] == "rank_lost"] == ["rank 1 was killed by signal 9"]
+
+
+def test_the_ranks_of_a_member_end_with_the_lead(small: Path) -> None:
+    with closing(TwoTrainers(small)) as trainers:
+        trainers.multi_rank.load(None)
+    assert trainers.member_ends()
+
+
+def test_only_who_has_the_token_becomes_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_listener, "HELLO_S", 0.2)
+    listener = RankListener(HERE, SHARES)
+    others = [socket.create_connection((HERE, listener.port), WAIT_S) for _ in range(5)]
+    others[0].sendall(frame(Hello(1, bytes(32))))
+    others[1].sendall(frame(Hello(0, listener.token)))  # rank 0 is ours
+    others[2].sendall(b"\xff" * 64)
+    others[3].close()
+    others[4].sendall(b"\x08")  # and nothing more
+    own = socket.create_connection((HERE, listener.port), WAIT_S)
+    own.sendall(frame(Hello(1, listener.token)))
+    with structlog.testing.capture_logs() as said:
+        (rank,) = listener.accept(WAIT_S)
+    assert (rank.rank, rank.worker) == (1, "trainer-1")
+    assert rank.socket.getpeername() == own.getsockname()
+    assert [line["event"] for line in said] == ["connection_refused"] * 4
+    for connection in (rank.socket, own, *others):
+        connection.close()
+
+
+def test_who_does_not_come_is_named_and_a_released_job_waits_for_nobody() -> None:
+    with pytest.raises(RankLost, match=r"rank 1 on trainer-1 did not connect within 0.1 s"):
+        RankListener(HERE, SHARES).accept(0.1)
+    listener = RankListener(HERE, SHARES)
+    threading.Timer(0.1, listener.close).start()
+    with pytest.raises(OpenTinkerError, match="released"):
+        listener.accept(WAIT_S)
+
+
+def test_a_member_that_cannot_reach_the_lead_says_how_to_change_that() -> None:
+    listener = RankListener(HERE, SHARES)
+    unreachable = call(listener)
+    listener.close()
+    with pytest.raises(OpenTinkerError):
+        listener.accept(0.0)
+    assert "advertise_host" in MemberRanks(lease_of(1)).start(unreachable)

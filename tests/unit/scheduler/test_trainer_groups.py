@@ -1,0 +1,106 @@
+"""How many trainers share the ranks of a job, and what is planned for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from opentinker.services.scheduler.placement.trainer_groups import (
+    RankNeed,
+    Shape,
+    choose_shape,
+    group_of,
+    rank_need,
+)
+from opentinker.services.scheduler.placement.types import AddTrainers, Gpus, Need, Start
+from opentinker.shared.runtime.worker_info import worker_info
+from opentinker.shared.types.core import Pool
+from tests.support.factories import make_spec
+from tests.unit.scheduler.placing import NOW, TRAINER, held, job, planned, started
+
+
+def need(ranks: int, least: int = 0, **changes: Any) -> RankNeed:
+    fields = {"whole": False, "gpus": False, "memory": 0}
+    return RankNeed(ranks=ranks, least=least or ranks, **{**fields, **changes})
+
+
+def rooms(*each: int) -> list[Gpus]:
+    return [Gpus(ranks=ranks) for ranks in each]
+
+
+@pytest.mark.parametrize(
+    ("wish", "free", "alive", "expected"),
+    [
+        (need(1), [], [], Shape(1, 1, 1)),
+        (need(4), [Gpus()], [Gpus()], Shape(4, 1, 4)),  # any number on the CPU, where nobody says otherwise
+        (need(4), rooms(2, 2, 4), rooms(2, 2, 4), Shape(4, 1, 4)),  # as few as can be
+        (need(4), rooms(2, 2), rooms(2, 2, 4), Shape(4, 2, 2)),  # that are free now
+        (need(3), rooms(2, 2), rooms(2, 2), Shape(3, 2, 2)),
+        (need(3), rooms(2, 1), rooms(2, 1, 1), Shape(3, 3, 1)),  # divided evenly: two and one do not fit here
+        (need(4), rooms(2), rooms(2, 2), Shape(4, 2, 2)),  # waits for the other one
+        (need(4), rooms(1), rooms(1), Shape(4, 4, 1)),  # waits for three more
+        (need(4), [], [], Shape(4, 1, 4)),
+        (need(4, whole=True), rooms(2, 2), rooms(2, 2), Shape(4, 1, 4)),
+        (need(4, gpus=True), [Gpus((80, 80))] * 2, [Gpus((80, 80))] * 2, Shape(4, 2, 2)),
+        (need(4, gpus=True, memory=60), [Gpus((80, 40))] * 2, [Gpus((80, 40))] * 2, Shape(4, 4, 1)),
+        (need(2, gpus=True), [Gpus()], [Gpus()], Shape(2, 1, 2)),  # nobody has a GPU
+    ],
+)
+def test_ranks_are_put_on_few_trainers_that_have_room(
+    wish: RankNeed, free: list[Gpus], alive: list[Gpus], expected: Shape
+) -> None:
+    for patient in (True, False):
+        assert choose_shape(wish, free, alive, patient=patient) == expected
+
+
+def test_fewer_ranks_are_enough_once_the_others_did_not_come() -> None:
+    wish = need(4, least=2)
+    assert choose_shape(wish, rooms(2), rooms(2, 2), patient=True) == Shape(4, 2, 2)
+    assert choose_shape(wish, rooms(2), rooms(2, 2), patient=False) == Shape(2, 1, 2)
+    assert choose_shape(wish, rooms(1, 1, 1), rooms(1, 1, 1), patient=False) == Shape(3, 3, 1)
+    assert choose_shape(wish, rooms(1), rooms(1, 1), patient=False) == Shape(2, 2, 1), "it waits for two"
+    assert choose_shape(need(4, least=2), rooms(1), rooms(1), patient=False) == Shape(4, 4, 1)
+
+
+def test_what_a_spec_asks_for() -> None:
+    def asked(**resources: Any) -> RankNeed:
+        spec = make_spec(train={"steps": 1}, resources=resources).model_dump(mode="json")
+        return rank_need(spec)
+
+    assert asked() == need(1)
+    assert asked(trainer_ranks=4, min_trainer_ranks=2) == need(4, 2)
+    assert asked(trainer_gpus=2, gpu_memory_gb=40) == need(2, gpus=True, memory=40 * 10**9)
+    assert need(4).need(Shape(4, 2, 2)) == Need(ranks=2) and need(1).need(Shape(1, 1, 1)) is None
+    assert need(4, gpus=True).need(Shape(4, 2, 2)) == Need(2, 0, 2)
+
+
+def test_the_ranks_of_a_group_are_divided_evenly() -> None:
+    trainers = [worker_info(f"trainer-{n}", Pool.TRAINER) for n in range(3)]
+    assert [(share.worker, share.ranks) for share in group_of(trainers, 8)] == [
+        ("trainer-0", 3), ("trainer-1", 3), ("trainer-2", 2),
+    ]  # fmt: skip
+    assert group_of(trainers[:1], 0) == ()
+
+
+WIDE: dict[str, Any] = {"needs": {TRAINER: 2}, "most": 0, "ranks": 2}
+
+
+def test_a_group_gets_all_its_trainers_or_none() -> None:
+    assert planned(job("a", **WIDE), trainers=2).decisions == [Start("a", ("trainer-0", "trainer-1"), 2)]
+    found = planned(job("a", **WIDE), job("b", **WIDE), trainers=3)
+    assert started(found) == ["a"], "nothing is held for b"
+    assert found.waiting["b"].startswith("a free trainer")
+    broken = held("a", lost_at=NOW - 1, **WIDE)
+    assert planned(broken, trainers=1).decisions == []
+    assert planned(broken, trainers=2).decisions == [AddTrainers("a", ("trainer-0", "trainer-1"), 2)]
+    partly = held("a", "trainer-0", lost_at=NOW - 1, **WIDE)
+    assert planned(partly, trainers=3).decisions == [], "what is left of the old group goes first"
+
+
+def test_a_trainer_with_too_little_room_does_not_count() -> None:
+    wants = job("a", **{**WIDE, "gpus": {TRAINER: Need(ranks=2)}})
+    gpus = {"trainer-0": Gpus(ranks=1), "trainer-1": Gpus(ranks=2), "trainer-2": Gpus(ranks=4)}
+    assert planned(wants, trainers=3, gpus=gpus).decisions == [Start("a", ("trainer-1", "trainer-2"), 2)]
+    found = planned(wants, trainers=2, gpus=gpus)
+    assert found.waiting["a"] == "2 trainers with room for 2 ranks (1 of them running)"
