@@ -12,17 +12,17 @@ import pytest
 from opentinker.services.scheduler.placement.reconciler import Reconciler
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobState
-from tests.conftest import Server, until
+from tests.conftest import NewContext, until
 from tests.integration.scheduler.placement.reconciling import is_leased, looking, started, waits_for, works_for
-from tests.support.scheduling import Workers, context, kinds, new_job
+from tests.support.scheduling import Workers, kinds, new_job
 
 WIDE: dict[str, Any] = {"train__learner": "torch", "resources__trainer_ranks": 2}
 TRAINERS = ("trainer-0", "trainer-1")
 
 
 @pytest.fixture
-async def reconciler(nats: Server, valkey: Server, tmp_path: Any) -> AsyncIterator[Reconciler]:
-    async with context(nats, valkey, "scheduler-0", tmp_path, queue_gang_s=0.5) as ctx:
+async def reconciler(new_context: NewContext) -> AsyncIterator[Reconciler]:
+    async with new_context(queue_gang_s=0.5) as ctx:
         reconciler = Reconciler(ctx)
         async with looking(reconciler):
             yield reconciler
