@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
-import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -13,14 +11,11 @@ from pathlib import Path
 import pytest
 import structlog
 
-from opentinker.services.trainer.distributed import rank_listener
 from opentinker.services.trainer.distributed.member_ranks import MemberRanks
 from opentinker.services.trainer.distributed.multi_rank_learner import MultiRankRlLearner
 from opentinker.services.trainer.distributed.rank_connections import RankLost
 from opentinker.services.trainer.distributed.rank_listener import RankListener
-from opentinker.services.trainer.distributed.rank_protocol import Hello, frame
 from opentinker.shared.types.core import Lease, Pool
-from opentinker.shared.types.errors import OpenTinkerError
 from opentinker.shared.types.trainer_group import JoinRanks, RankShare
 from tests.conftest import WAIT_S
 from tests.integration.trainer.test_ranks import JOBS, Pair, two_ranks
@@ -109,41 +104,3 @@ def test_the_ranks_of_a_member_end_with_the_lead(small: Path) -> None:
     with closing(TwoTrainers(small)) as trainers:
         trainers.multi_rank.load(None)
     assert trainers.member_ends()
-
-
-def test_only_who_has_the_token_becomes_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_listener, "HELLO_S", 0.2)
-    listener = RankListener(HERE, SHARES)
-    others = [socket.create_connection((HERE, listener.port), WAIT_S) for _ in range(5)]
-    others[0].sendall(frame(Hello(1, bytes(32))))
-    others[1].sendall(frame(Hello(0, listener.token)))  # rank 0 is ours
-    others[2].sendall(b"\xff" * 64)
-    others[3].close()
-    others[4].sendall(b"\x08")  # and nothing more
-    own = socket.create_connection((HERE, listener.port), WAIT_S)
-    own.sendall(frame(Hello(1, listener.token)))
-    with structlog.testing.capture_logs() as said:
-        (rank,) = listener.accept(WAIT_S)
-    assert (rank.rank, rank.worker) == (1, "trainer-1")
-    assert rank.socket.getpeername() == own.getsockname()
-    assert [line["event"] for line in said] == ["connection_refused"] * 4
-    for connection in (rank.socket, own, *others):
-        connection.close()
-
-
-def test_who_does_not_come_is_named_and_a_released_job_waits_for_nobody() -> None:
-    with pytest.raises(RankLost, match=r"rank 1 on trainer-1 did not connect within 0.1 s"):
-        RankListener(HERE, SHARES).accept(0.1)
-    listener = RankListener(HERE, SHARES)
-    threading.Timer(0.1, listener.close).start()
-    with pytest.raises(OpenTinkerError, match="released"):
-        listener.accept(WAIT_S)
-
-
-def test_a_member_that_cannot_reach_the_lead_says_how_to_change_that() -> None:
-    listener = RankListener(HERE, SHARES)
-    unreachable = call(listener)
-    listener.close()
-    with pytest.raises(OpenTinkerError):
-        listener.accept(0.0)
-    assert "advertise_host" in MemberRanks(lease_of(1)).start(unreachable)
