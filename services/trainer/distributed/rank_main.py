@@ -15,7 +15,7 @@ import sys
 import threading
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import orjson
 
@@ -94,10 +94,10 @@ class Rank:
         self._learner: Any = None
 
     def serve(self) -> None:
-        """Execute commands until the trainer is gone."""
+        """Execute commands until rank 0 is gone."""
         threading.Thread(target=self._beat, name="beat", daemon=True).start()
         with self._trainer.makefile("rb") as commands:
-            while len(head := commands.read(HEAD.size)) == HEAD.size:
+            while len(head := _next_head(commands)) == HEAD.size:
                 command = codec.decode(ToRank, commands.read(HEAD.unpack(head)[0])).command
                 try:
                     self._execute(command)
@@ -151,12 +151,20 @@ class Rank:
         while not pause.wait(BEAT_S):
             try:
                 self._send(Beat())
-            except OSError:  # the trainer is gone, and the kernel did not end this process with it
-                os._exit(1)
+            except OSError:  # rank 0 is gone, and a collective may wait for it
+                os._exit(0)
 
     def _send(self, answer: Answer) -> None:
         with self._writing:
             self._trainer.sendall(frame(FromRank(answer)))
+
+
+def _next_head(commands: IO[bytes]) -> bytes:
+    """Return the next bytes of a command; fewer than HEAD.size when rank 0 is gone."""
+    try:
+        return commands.read(HEAD.size)
+    except ConnectionError:
+        return b""
 
 
 if __name__ == "__main__":
