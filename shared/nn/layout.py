@@ -155,6 +155,33 @@ def layout(
     )
 
 
+def join(plans: Sequence[Layout]) -> Layout:
+    """Put layouts side by side into one: their tokens follow each other, and they share nothing, equal prefixes
+    included. All or none of them have temperatures; they show no images."""
+    if any(plan.shown for plan in plans):
+        raise ValueError("layouts that show images cannot be joined")
+    starts_N = [0, *accumulate(len(plan.ids_N) for plan in plans)]
+    starts_U = [0, *accumulate(len(plan.targets_U) for plan in plans)]
+    rows = []
+    for plan, start in zip(plans, starts_N, strict=False):
+        padded = [row for bucket in plan.buckets for row in bucket.numpy()]
+        rows += [row[:length] + start for row, length in zip(padded, plan.lengths, strict=True)]
+    rows.sort(key=lambda row: -len(row))
+    buckets, places_N = _buckets(rows, starts_N[-1])
+    heat = [plan.temperatures_U for plan in plans if plan.temperatures_U is not None]
+    return Layout(
+        ids_N=torch.cat([plan.ids_N for plan in plans]),
+        positions_N=torch.cat([plan.positions_N for plan in plans]),
+        buckets=tuple(torch.from_numpy(bucket) for bucket in buckets),
+        places_N=torch.from_numpy(places_N),
+        predictors_U=torch.cat([plan.predictors_U + n for plan, n in zip(plans, starts_N, strict=False)]),
+        targets_U=torch.cat([plan.targets_U for plan in plans]),
+        selected_M=torch.cat([plan.selected_M + u for plan, u in zip(plans, starts_U, strict=False)]),
+        lengths=tuple(len(row) for row in rows),
+        temperatures_U=torch.cat(heat) if heat else None,
+    )
+
+
 def with_ends(
     sequences: Sequence[Any], masks: Sequence[Any], truncated: Sequence[bool]
 ) -> tuple[list[I64], list[npt.NDArray[np.bool_]]]:
@@ -217,7 +244,8 @@ def _needed_rows(trie: _Trie, inputs_S: list[int]) -> list[int]:
 
 def _buckets(rows: list[I64], stream_tokens: int) -> tuple[list[I64], I64]:
     """[rows, length] arrays of stream tokens, cut where padding on would cost more than another attention call, and
-    the place of each stream token in their concatenation. Padding repeats stream token 0."""
+    the place of each stream token in their concatenation. Padding repeats the row's last token: attention multiplies
+    it by 0, and 0 * NaN would carry a NaN from one row into others."""
     buckets, places_N = [], np.zeros(stream_tokens, dtype=np.int64)
     start = offset = padding = 0
     for end in range(1, len(rows) + 1):
@@ -228,7 +256,7 @@ def _buckets(rows: list[I64], stream_tokens: int) -> tuple[list[I64], I64]:
                 continue
         bucket = np.zeros((end - start, length), dtype=np.int64)
         for r, row in enumerate(rows[start:end]):
-            bucket[r, : len(row)] = row
+            bucket[r, : len(row)], bucket[r, len(row) :] = row, row[-1]
             places_N[row] = np.arange(offset, offset + len(row))
             offset += length
         buckets.append(bucket)
