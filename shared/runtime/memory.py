@@ -7,12 +7,27 @@ from collections.abc import Iterator
 from pathlib import Path
 
 CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+OWN_STATUS, OWN_REFERENCES = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def memory_bytes(cgroups: Path = CGROUPS, own: Path = OWN_CGROUP) -> int:
     """Return the machine's memory, or the lowest limit of this process's cgroups (a container) if it is less."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([machine, *(int(text) for text in _limits(cgroups, own) if text.isdecimal())])  # "max": no limit
+
+
+def reset_peak() -> None:
+    """Begin a new measurement of `peak_bytes`, where the kernel allows it."""
+    try:
+        OWN_REFERENCES.write_text("5")
+    except OSError:  # then the peak is that of the whole life of the process
+        return
+
+
+def peak_bytes() -> int:
+    """Return the most memory that this process has had in use at once since `reset_peak`."""
+    line = next(line for line in OWN_STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024
 
 
 def _limits(cgroups: Path, own: Path) -> Iterator[str]:

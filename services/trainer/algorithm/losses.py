@@ -147,6 +147,15 @@ def sapo(
     return PolicyLoss(-gate_M * advantages_M, extreme_M)
 
 
+def dro(logprobs_M: Tensor, behaviour_M: Tensor, advantages_M: Tensor, *, beta: float) -> PolicyLoss:
+    """loss = - A * log pi + beta / 2 * (log pi - log mu)^2: a squared penalty in the place of a ratio.
+
+    Source: the policy's part of DRO, arXiv 2405.19107, section 4, divided by beta, with per-token log-probabilities.
+    """
+    penalty_M = (logprobs_M - behaviour_M).square() * (beta / 2.0)
+    return PolicyLoss(penalty_M - advantages_M * logprobs_M, torch.zeros_like(logprobs_M, dtype=torch.bool))
+
+
 def k1(logprobs_M: Tensor, reference_M: Tensor) -> Tensor:
     """log pi - log reference: unbiased for KL(pi || reference), of either sign. Source: Schulman, as `k3`.
 

@@ -1,0 +1,72 @@
+"""AdamW on several adapters at once, each with its own settings, bit for bit as torch.optim.AdamW on one alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from opentinker.services.trainer.bank.adapter import Adapter
+from opentinker.services.trainer.bank.limits import Refused
+
+
+class AdamSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of one optimizer step."""
+
+    lr: float
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip: float | None = None
+    """Largest norm of the gradient; None: it is not clipped."""
+
+
+def check_settings(settings: AdamSettings) -> None:
+    """Raise Refused for settings that AdamW has no meaning for."""
+    for name in ("lr", "eps", "weight_decay"):
+        if not 0 <= getattr(settings, name) < float("inf"):
+            raise Refused(f"{name} = {getattr(settings, name)}: must be 0 or more, and finite")
+    for name in ("beta1", "beta2"):
+        if not 0 <= getattr(settings, name) < 1:
+            raise Refused(f"{name} = {getattr(settings, name)}: must be at least 0 and below 1")
+    if settings.clip is not None and not settings.clip > 0:
+        raise Refused(f"clip = {settings.clip}: must be above 0; leave it out for no clipping")
+
+
+def gradient_norms(adapters: Sequence[Adapter]) -> Tensor:
+    """Return the norm of each adapter's gradient sum, as torch's clip_grad_norm_ computes it."""
+    return torch.stack([
+        nn.utils.get_total_norm([matrix for pair in one.shape.pairs(one.gradient).values() for matrix in pair])
+        for one in adapters
+    ])  # fmt: skip
+
+
+def step(adapters: Sequence[Adapter], settings: Sequence[AdamSettings], norms: Tensor) -> None:
+    """Clip the gradient sums, step, and reset the sums.
+
+    m = beta1 m + (1 - beta1) g,  v = beta2 v + (1 - beta2) g^2,
+    w = (1 - lr decay) w - lr / (1 - beta1^t) m / (sqrt(v / (1 - beta2^t)) + eps)
+    Source: AdamW, arXiv 1711.05101, algorithm 2.
+    """
+    for one in adapters:
+        one.steps += 1
+    w, g = [one.weights for one in adapters], [one.gradient for one in adapters]
+    m, v = [one.exp_avg for one in adapters], [one.exp_avg_sq for one in adapters]
+    for gradient, norm, chosen in zip(g, norms, settings, strict=True):
+        if chosen.clip is not None:
+            gradient.mul_((chosen.clip / (norm + 1e-6)).clamp(max=1.0))
+    correction1 = [1 - chosen.beta1**one.steps for chosen, one in zip(settings, adapters, strict=True)]
+    correction2 = [(1 - chosen.beta2**one.steps) ** 0.5 for chosen, one in zip(settings, adapters, strict=True)]
+    torch._foreach_mul_(w, [1 - chosen.lr * chosen.weight_decay for chosen in settings])
+    torch._foreach_lerp_(m, g, [1 - chosen.beta1 for chosen in settings])
+    torch._foreach_mul_(v, [chosen.beta2 for chosen in settings])
+    torch._foreach_addcmul_(v, g, g, [1 - chosen.beta2 for chosen in settings])
+    root = torch._foreach_sqrt(v)
+    torch._foreach_div_(root, correction2)
+    torch._foreach_add_(root, [chosen.eps for chosen in settings])
+    sizes = [-(chosen.lr / correction) for chosen, correction in zip(settings, correction1, strict=True)]
+    torch._foreach_addcdiv_(w, m, root, sizes)
+    torch._foreach_zero_(g)

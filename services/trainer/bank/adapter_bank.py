@@ -1,0 +1,143 @@
+"""The bank: one frozen base, and adapters of several tenants that train on it. Not thread-safe; see `bank_loop.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from opentinker.services.trainer.bank import adamw
+from opentinker.services.trainer.bank.adamw import AdamSettings
+from opentinker.services.trainer.bank.adapter_files import export_peft, import_peft
+from opentinker.services.trainer.bank.base_model import BaseModel
+from opentinker.services.trainer.bank.capacity import Capacity, measure
+from opentinker.services.trainer.bank.limits import BankLimits, Refused
+from opentinker.services.trainer.bank.losses import Datum, Loss
+from opentinker.services.trainer.bank.mixed_batch import MixedBatch, Piece, PieceResult
+from opentinker.services.trainer.bank.residency import Residency
+from opentinker.shared.spec import LoraSpec
+
+MOST_SLOTS = 64
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of one forward_backward command for a pass."""
+
+    adapter: str
+    data: Sequence[Datum]
+    loss: Loss
+    backward: bool = True
+    """False: log-probabilities and loss alone."""
+    last: bool = True
+    """Whether they are the command's last: its gradient then joins the adapter's sum."""
+
+
+class StepResult(NamedTuple):
+    steps: int
+    """Of the adapter, this one included."""
+    grad_norm: float
+    """Before clipping."""
+
+
+class AdapterBank:
+    def __init__(
+        self, base: BaseModel, store: Path, limits: BankLimits | None = None, *,
+        slots: int | None = None, host_bytes: int = 2**30,
+    ) -> None:  # fmt: skip
+        """`store`: directory of adapters that fit neither into slots nor into `host_bytes` of host memory. `slots`:
+        measured if left out. Raises JobFailed."""
+        self.base, self.limits = base, limits or BankLimits()
+        self.capacity: Capacity | None = None
+        """Measurement of the slots; None if their number was given."""
+        if slots is None:
+            self.capacity = measure(base, self.limits, most=MOST_SLOTS)
+            slots = self.capacity.slots
+        self.residency = Residency(base.device, slots, host_bytes, store)
+
+    @property
+    def slots(self) -> int:
+        return self.residency.slots
+
+    def create(self, name: str, lora: LoraSpec, seed: int) -> None:
+        """Add an adapter with the weights that a LoRA job with this seed begins with. Raises Refused or Conflict."""
+        self.limits.check_rank(lora.rank)
+        self.residency.add(self.base.fresh_adapter(name, lora, seed))
+
+    def import_peft(self, name: str, directory: Path) -> None:
+        """Add an adapter from a PEFT directory. Raises Refused or Conflict."""
+        self.residency.add(import_peft(self.base, self.limits, name, directory))
+
+    def export_peft(self, name: str, directory: Path) -> None:
+        """Write an adapter as a PEFT directory, in the dtype of the base. Raises NotFound."""
+        (adapter,) = self.residency.bring([name])
+        export_peft(adapter, directory, self.base.dtype)
+
+    def remove(self, name: str) -> None:
+        """Raises NotFound."""
+        self.residency.remove(name)
+
+    def load(self, names: Sequence[str]) -> dict[str, Refused]:
+        """Bring adapters into slots, as many as there are at most. Returns those that cannot be read, and why."""
+        unreadable = {}
+        for name in names:
+            try:
+                self.residency.bring([name])
+            except Refused as error:  # the commands of this adapter end with it
+                unreadable[name] = error
+        return unreadable
+
+    def run_pass(self, rows: Sequence[Rows]) -> list[PieceResult]:
+        """Run one packed forward and backward pass over rows of different adapters.
+
+        A result that is not finite is refused: the command's gradient is dropped, the adapter is as before it, and the
+        others are not affected.
+        """
+        adapters = self.residency.bring(part.adapter for part in rows)
+        pieces = []
+        for adapter, part in zip(adapters, rows, strict=True):
+            self.base.adapt_for(adapter.shape)
+            if part.backward and adapter.partial is None:
+                adapter.partial = torch.zeros_like(adapter.weights)
+            pieces.append(Piece(adapter, part.data, part.loss, adapter.partial if part.backward else None))
+        results = MixedBatch(pieces).run(self.base)
+        for adapter, part, result in zip(adapters, rows, results, strict=True):
+            if part.backward and (part.last or not result.is_finite):
+                if result.is_finite and adapter.partial is not None:
+                    adapter.gradient += adapter.partial
+                adapter.partial = None
+        return results
+
+    def drop_partial(self, name: str) -> None:
+        """Forget the gradient of a command that was cancelled before its last rows."""
+        if not self.load([name]):
+            (adapter,) = self.residency.bring([name])
+            adapter.partial = None
+
+    def optim_step(self, steps: Sequence[tuple[str, AdamSettings]]) -> list[StepResult | Refused]:
+        """Step adapters in one call, at most as many as there are slots. A gradient that is not finite is dropped, and
+        its step is refused."""
+        adapters = self.residency.bring(name for name, _ in steps)
+        norms = adamw.gradient_norms(adapters)
+        finite = norms.isfinite().tolist()
+        ready = [n for n, good in enumerate(finite) if good]
+        if ready:
+            adamw.step([adapters[n] for n in ready], [steps[n][1] for n in ready], norms[ready])
+        results: list[StepResult | Refused] = []
+        for adapter, norm, good in zip(adapters, norms.tolist(), finite, strict=True):
+            if good:
+                results.append(StepResult(adapter.steps, norm))
+                continue
+            adapter.gradient.zero_()
+            results.append(Refused(
+                f"the norm of the gradient is {norm}: the step is refused, the gradient dropped, and the weights are "
+                "unchanged; check the losses, or lower the scale"
+            ))  # fmt: skip
+        return results
+
+    def close(self) -> None:
+        """Store all adapters."""
+        self.residency.store_all()

@@ -1,0 +1,270 @@
+"""Serves a bank to several tenants at once: commands come in from coroutines, passes run in one thread.
+
+forward_backward, optim_step, export --> FairQueue --> passes and steps --> results
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+from opentinker.services.trainer.bank.adamw import AdamSettings, check_settings
+from opentinker.services.trainer.bank.adapter_bank import AdapterBank, Rows, StepResult
+from opentinker.services.trainer.bank.fair_queue import FairQueue, Waiting
+from opentinker.services.trainer.bank.limits import Refused
+from opentinker.services.trainer.bank.losses import F32, Datum, Loss, check_data, check_loss
+from opentinker.services.trainer.bank.mixed_batch import PieceResult
+from opentinker.shared.nn.packing import pack
+from opentinker.shared.spec import LoraSpec
+from opentinker.shared.types.errors import NotFound, OpenTinkerError
+
+
+class ForwardResult(NamedTuple):
+    loss: float
+    """Sum over the command."""
+    logprobs: list[F32]
+    """[M] of each datum, M its learned tokens."""
+
+
+@dataclass(kw_only=True)
+class _Command:
+    answer: asyncio.Future[Any]
+
+
+@dataclass(kw_only=True)
+class _Forward(_Command):
+    data: Sequence[Datum]
+    loss: Loss
+    backward: bool
+    units: list[list[int]]
+    """Indices of the rows of each unit."""
+    done: int = 0
+    """Units."""
+    loss_sum: float = 0.0
+    logprobs: list[F32] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class _Step(_Command):
+    settings: AdamSettings
+
+
+@dataclass(kw_only=True)
+class _Call(_Command):
+    """Anything else that has its place in the order of an adapter's commands."""
+
+    function: Callable[[], None]
+
+
+class BankLoop:
+    """Commands of an adapter are carried out in order; each tenant has its fair share of the tokens.
+
+    Use it as an async context manager; at the end all adapters are stored.
+    """
+
+    def __init__(self, bank: AdapterBank, *, coalesce_s: float = 0.005, deterministic: bool = False) -> None:
+        """`coalesce_s`: how long a pass with room waits for tenants of the last one. `deterministic`: one tenant after
+        another, so that results are bit for bit those of a tenant alone."""
+        self.bank, self.coalesce_s, self.deterministic = bank, coalesce_s, deterministic
+        limits = bank.limits
+        self._queue = FairQueue[_Command](limits.step_tokens if deterministic else limits.datum_tokens)
+        self._names = {name for place in bank.residency.places.values() for name in place}
+        self._thread = ThreadPoolExecutor(1, "bank")
+        self._wake = asyncio.Event()
+        self._recent: set[str] = set()
+        """Adapters of the last pass."""
+
+    async def __aenter__(self) -> Self:
+        self._task = asyncio.create_task(self._run())
+        self._task.add_done_callback(lambda _: self._cancel_all())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        await self._in_thread(self.bank.close)
+        self._thread.shutdown()
+        if not self._task.cancelled():
+            self._task.result()
+
+    def _cancel_all(self) -> None:
+        """Cancel all commands: the loop has ended, or crashed."""
+        for waiting in self._queue:
+            waiting.command.answer.cancel()
+
+    @property
+    def queue_reason(self) -> str:
+        """Say what commands wait for, such as `slots 3/8, 2 waiting for tokens`."""
+        used = len(self.bank.residency.places["slot"])
+        waiting = sum(not one.units or one.tokens_left > 0 for one in self._queue)
+        return f"slots {used}/{self.bank.slots}" + (f", {waiting} waiting for tokens" if waiting else "")
+
+    async def create(self, name: str, lora: LoraSpec, seed: int) -> None:
+        """Raises Refused or Conflict."""
+        await self._in_thread(lambda: self.bank.create(name, lora, seed))
+        self._names.add(name)
+
+    async def import_peft(self, name: str, directory: Path) -> None:
+        """Raises Refused or Conflict."""
+        await self._in_thread(lambda: self.bank.import_peft(name, directory))
+        self._names.add(name)
+
+    async def forward_backward(
+        self, tenant: str, adapter: str, data: Sequence[Datum], loss: Loss, *, backward: bool = True
+    ) -> ForwardResult:
+        """Add the gradient of a loss to the adapter's sum; without `backward`, compute the loss alone. Raises Refused
+        or NotFound, and then has changed nothing."""
+        check_loss(loss)
+        check_data(data, loss, self.bank.base.vocabulary)
+        lengths = [len(datum.tokens) for datum in data]
+        limits = self.bank.limits
+        limits.check_lengths(lengths)
+        limits.check_waiting(self._queue.tokens(tenant), sum(lengths))
+        units = pack(lengths, limits.step_tokens) if self.deterministic else [[n] for n in range(len(data))]
+        answer: asyncio.Future[ForwardResult] = asyncio.get_running_loop().create_future()
+        command = _Forward(answer=answer, data=data, loss=loss, backward=backward, units=units)
+        self._push(tenant, adapter, command, [sum(lengths[n] for n in unit) for unit in units])
+        return await answer
+
+    async def optim_step(self, tenant: str, adapter: str, settings: AdamSettings) -> StepResult:
+        """Step the adapter and reset its gradient sum. Raises Refused or NotFound."""
+        check_settings(settings)
+        answer: asyncio.Future[StepResult] = asyncio.get_running_loop().create_future()
+        self._push(tenant, adapter, _Step(answer=answer, settings=settings), [])
+        return await answer
+
+    async def export_peft(self, tenant: str, adapter: str, directory: Path) -> None:
+        """Write the adapter as it is after its commands so far. Raises NotFound."""
+        await self._call(tenant, adapter, lambda: self.bank.export_peft(adapter, directory))
+
+    async def remove(self, tenant: str, adapter: str) -> None:
+        """Remove the adapter after its commands so far; later ones do not find it. Raises NotFound."""
+        removed = self._call(tenant, adapter, lambda: self.bank.remove(adapter))
+        self._names.discard(adapter)
+        await removed
+
+    def _call(self, tenant: str, adapter: str, function: Callable[[], None]) -> asyncio.Future[None]:
+        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._push(tenant, adapter, _Call(answer=answer, function=function), [])
+        return answer
+
+    def _push(self, tenant: str, adapter: str, command: _Command, units: list[int]) -> None:
+        if adapter not in self._names:
+            raise NotFound(f"there is no adapter {adapter!r}")
+        self._queue.push(Waiting(tenant, adapter, command, units))
+        self._wake.set()
+
+    async def _in_thread(self, function: Callable[[], Any]) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+
+    async def _run(self) -> None:
+        """Consumes commands and produces their answers; waits for commands, and is woken by `_push`."""
+        while True:
+            self._wake.clear()
+            if not len(self._queue):
+                await self._wake.wait()
+            await self._drop_cancelled()
+            if not await self._carry_out_steps():
+                await self._coalesce()
+                await self._run_pass()
+
+    async def _coalesce(self) -> None:
+        """Wait a little for adapters of the last pass that have sent nothing yet."""
+        end = time.monotonic() + self.coalesce_s
+        while self._has_room and self._recent - {waiting.adapter for waiting in self._queue.heads()}:
+            self._wake.clear()
+            try:
+                await asyncio.wait_for(self._wake.wait(), end - time.monotonic())
+            except TimeoutError:
+                return
+
+    @property
+    def _has_room(self) -> bool:
+        """Return whether the next pass could take more than what waits."""
+        return not self.deterministic and self._queue.tokens() < self.bank.limits.step_tokens
+
+    async def _drop_cancelled(self) -> None:
+        for waiting in list(self._queue.heads()):
+            if waiting.command.answer.cancelled():
+                if waiting.taken:
+                    await self._in_thread(functools.partial(self.bank.drop_partial, waiting.adapter))
+                self._queue.finish(waiting)
+
+    async def _carry_out_steps(self) -> bool:
+        """Carry out what is no pass and stands first: optimizer steps in one call. Returns whether there was any."""
+        heads = [waiting for waiting in self._queue.heads() if not waiting.units]
+        stepping = [waiting for waiting in heads if isinstance(waiting.command, _Step)][: self.bank.slots]
+        steps = [(w, w.command.settings) for w in await self._load(stepping) if isinstance(w.command, _Step)]
+        if steps:
+            chosen = [(waiting.adapter, settings) for waiting, settings in steps]
+            results = await self._in_thread(lambda: self.bank.optim_step(chosen))
+            for (waiting, _), result in zip(steps, results, strict=True):
+                self._answer(waiting, result)
+        for waiting in heads:
+            if isinstance(waiting.command, _Call):
+                await self._carry_out_call(waiting, waiting.command.function)
+        return bool(heads)
+
+    async def _load(self, chosen: Sequence[Waiting[_Command]]) -> list[Waiting[_Command]]:
+        """Bring the adapters of commands into slots; refuses, and leaves out, commands of those that are damaged."""
+        unreadable = await self._in_thread(lambda: self.bank.load([waiting.adapter for waiting in chosen]))
+        for waiting in chosen:
+            if waiting.adapter in unreadable:
+                self._answer(waiting, unreadable[waiting.adapter])
+        return [waiting for waiting in chosen if waiting.adapter not in unreadable]
+
+    async def _carry_out_call(self, waiting: Waiting[_Command], function: Callable[[], None]) -> None:
+        try:
+            self._answer(waiting, await self._in_thread(function))
+        except (OpenTinkerError, OSError) as error:  # the caller has it; the others go on
+            self._answer(waiting, error)
+
+    async def _run_pass(self) -> None:
+        limits = self.bank.limits
+        taken = self._queue.take(limits.step_tokens, self.bank.slots, 1 if self.deterministic else None)
+        counts = {id(waiting): count for waiting, count in taken}
+        loaded = await self._load([waiting for waiting, _ in taken])
+        if not loaded:
+            return
+        rows = []
+        for waiting in loaded:
+            command, count = waiting.command, counts[id(waiting)]
+            assert isinstance(command, _Forward)
+            chosen = [n for unit in command.units[command.done : command.done + count] for n in unit]
+            command.done += count
+            last = command.done == len(command.units)
+            data = [command.data[n] for n in chosen]
+            rows.append(Rows(waiting.adapter, data, command.loss, command.backward, last))
+        self._recent = {part.adapter for part in rows}
+        results: list[PieceResult] = await self._in_thread(lambda: self.bank.run_pass(rows))
+        for waiting, result in zip(loaded, results, strict=True):
+            self._take_result(waiting, result)
+
+    def _take_result(self, waiting: Waiting[_Command], result: PieceResult) -> None:
+        command = waiting.command
+        assert isinstance(command, _Forward)
+        command.loss_sum += result.loss
+        command.logprobs += result.logprobs
+        if not result.is_finite:
+            self._answer(waiting, Refused(
+                f"loss {result.loss}: the loss or its gradient is not finite, so the command is refused and its "
+                "gradient dropped; check advantages and log-probabilities, or load an earlier state of the adapter"
+            ))  # fmt: skip
+        elif command.done == len(command.units):
+            self._answer(waiting, ForwardResult(command.loss_sum, command.logprobs))
+
+    def _answer(self, waiting: Waiting[_Command], result: object) -> None:
+        self._queue.finish(waiting)
+        answer = waiting.command.answer
+        if answer.done():
+            return  # cancelled meanwhile
+        if isinstance(result, Exception):
+            answer.set_exception(result)
+        else:
+            answer.set_result(result)

@@ -1,0 +1,93 @@
+"""Measures how many slots fit into memory, with the largest allowed pass over one slot and over two."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from opentinker.services.trainer.bank import adamw
+from opentinker.services.trainer.bank.adapter import Adapter
+from opentinker.services.trainer.bank.base_model import BaseModel
+from opentinker.services.trainer.bank.limits import BankLimits
+from opentinker.services.trainer.bank.losses import Datum, Loss
+from opentinker.services.trainer.bank.mixed_batch import MixedBatch, Piece
+from opentinker.services.trainer.data.chat import Tokens
+from opentinker.shared.runtime.memory import memory_bytes, peak_bytes, reset_peak
+from opentinker.shared.spec import LoraSpec
+from opentinker.shared.types.errors import JobFailed
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Capacity:
+    usable_bytes: int
+    """Of the device's memory."""
+    fixed_bytes: int
+    """Measured: base and largest pass."""
+    slot_bytes: int
+    """Measured: what the second slot added, and at least its vectors."""
+    most: int
+    """Bound of the slots that the operator set."""
+
+    @property
+    def slots(self) -> int:
+        return min(self.most, max(0, self.usable_bytes - self.fixed_bytes) // self.slot_bytes)
+
+    def __str__(self) -> str:
+        usable, fixed, slot = (n / MIB for n in (self.usable_bytes, self.fixed_bytes, self.slot_bytes))
+        return (
+            f"{self.slots} slots: {usable:,.0f} MiB usable - {fixed:,.0f} MiB for base and largest pass, "
+            f"{slot:,.2f} MiB a slot, at most {self.most}"
+        )
+
+
+def measure(base: BaseModel, limits: BankLimits, *, most: int, memory_share: float = 0.8) -> Capacity:
+    """Measure on the device of the base. Raises JobFailed if not even one slot fits."""
+    lora = LoraSpec(rank=limits.rank, alpha=float(limits.rank))
+    first = base.fresh_adapter("first", lora, seed=0)
+    one = _peak(base, [first], limits)
+    second = base.fresh_adapter("second", lora, seed=1)
+    two = _peak(base, [first, second], limits)
+    slot = max(two - one, first.bytes + first.weights.nbytes)  # with `partial`
+    found = Capacity(int(_memory(base.device) * memory_share), one - slot, slot, most)
+    if found.slots < 1:
+        raise JobFailed(f"no adapter fits next to the base: {found}. Lower the limits step_tokens or rank")
+    return found
+
+
+def _peak(base: BaseModel, adapters: Sequence[Adapter], limits: BankLimits) -> int:
+    """Return the most memory in use during the largest pass and a step."""
+    _reset(base.device)
+    rows = [limits.datum_tokens] * (limits.step_tokens // limits.datum_tokens)
+    if rest := limits.step_tokens % limits.datum_tokens:
+        rows.append(max(2, rest))
+    data, share = [_random_datum(base.vocabulary, tokens) for tokens in rows], math.ceil(len(rows) / len(adapters))
+    pieces = [
+        Piece(one, own, Loss(), torch.zeros_like(one.weights))
+        for n, one in enumerate(adapters)
+        if (own := data[n * share : (n + 1) * share] or data[:1])
+    ]
+    MixedBatch(pieces).run(base)
+    adamw.step(adapters, [adamw.AdamSettings(lr=0.0)] * len(adapters), adamw.gradient_norms(adapters))
+    return torch.cuda.max_memory_allocated() if base.device == "cuda" else peak_bytes()
+
+
+def _random_datum(vocabulary: int, tokens: int) -> Datum:
+    ids_T = np.random.default_rng(tokens).integers(0, vocabulary, tokens, dtype=np.int32)
+    return Datum(tokens=Tokens(ids_T, np.arange(tokens) > 0))
+
+
+def _reset(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        reset_peak()
+
+
+def _memory(device: str) -> int:
+    return torch.cuda.mem_get_info()[1] if device == "cuda" else memory_bytes()

@@ -1,0 +1,133 @@
+"""Which rows enter the next pass: deficit round robin by tokens over tenants.
+
+Source: Shreedhar and Varghese, "Efficient Fair Queuing Using Deficit Round Robin", SIGCOMM 1995. A tenant in turn may
+send `quantum` tokens more; its remainder is kept until its next turn. A unit (a row, or rows that belong together) is
+never split. Pure Python.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass
+class Waiting(Generic[T]):
+    """A command in the queue."""
+
+    tenant: str
+    adapter: str
+    command: T
+    units: list[int]
+    """Tokens of each unit. Empty: it is not part of a pass (an optimizer step) and its adapter's later ones wait."""
+    taken: int = 0
+    """Units that have entered a pass."""
+
+    @property
+    def tokens_left(self) -> int:
+        return sum(self.units[self.taken :])
+
+
+@dataclass
+class _Tenant(Generic[T]):
+    adapters: dict[str, deque[Waiting[T]]] = field(default_factory=dict)
+    """Commands of each adapter in order; adapters in their turn."""
+    deficit: int = 0
+    in_turn: bool = False
+
+    def heads(self) -> list[Waiting[T]]:
+        return [commands[0] for commands in self.adapters.values()]
+
+
+class FairQueue(Generic[T]):
+    """The commands of an adapter are taken in order, those of different adapters are not."""
+
+    def __init__(self, quantum: int) -> None:
+        """`quantum`: at least the largest unit, so that every turn takes something."""
+        self.quantum = quantum
+        self._tenants: dict[str, _Tenant[T]] = {}
+        """Tenants with commands, in their turn."""
+
+    def __len__(self) -> int:
+        return sum(len(commands) for one in self._tenants.values() for commands in one.adapters.values())
+
+    def __iter__(self) -> Iterator[Waiting[T]]:
+        """Yield all commands."""
+        for tenant in list(self._tenants.values()):
+            for commands in list(tenant.adapters.values()):
+                yield from list(commands)
+
+    def push(self, waiting: Waiting[T]) -> None:
+        if any(unit > self.quantum for unit in waiting.units):
+            raise ValueError(f"a unit of more than {self.quantum} tokens")
+        tenant = self._tenants.setdefault(waiting.tenant, _Tenant())
+        tenant.adapters.setdefault(waiting.adapter, deque()).append(waiting)
+
+    def tokens(self, tenant: str | None = None) -> int:
+        """Return the tokens that wait, of one tenant or of all."""
+        chosen = [one for name, one in self._tenants.items() if tenant in (None, name)]
+        return sum(w.tokens_left for one in chosen for commands in one.adapters.values() for w in commands)
+
+    def heads(self) -> Iterator[Waiting[T]]:
+        """Yield the first command of every adapter, tenant by tenant in their turn."""
+        for tenant in list(self._tenants.values()):
+            yield from tenant.heads()
+
+    def finish(self, waiting: Waiting[T]) -> None:
+        """Remove the first command of an adapter, once it has been carried out or refused; the tenant's other adapters
+        are next."""
+        tenant = self._tenants[waiting.tenant]
+        commands = tenant.adapters.pop(waiting.adapter)
+        if commands.popleft() is not waiting:
+            raise ValueError("commands of an adapter end in order")
+        if commands:
+            tenant.adapters[waiting.adapter] = commands
+        if not tenant.adapters:
+            del self._tenants[waiting.tenant]  # and with it what was left of its turn
+
+    def take(self, tokens: int, adapters: int, units: int | None = None) -> list[tuple[Waiting[T], int]]:
+        """Choose what enters a pass: commands with the number of their next units.
+
+        `tokens`: the most in the pass; at least the quantum. `adapters`: the most that may be in it. `units`: the most
+        in it. Tenants that found no slot are first in the next pass, and after them the one whose turn the pass ended.
+        """
+        chosen: dict[int, tuple[Waiting[T], int]] = {}
+        room, left, names = tokens, units if units is not None else tokens, set[str]()
+        order, no_slot, exhausted = deque(self._tenants), deque[str](), deque[str]()
+        while order and left:
+            name = order[0]
+            tenant = self._tenants[name]
+            if not tenant.in_turn:
+                tenant.deficit, tenant.in_turn = tenant.deficit + self.quantum, True
+            found = self._next_unit(tenant, names, adapters)
+            if found is None or found.units[found.taken] > tenant.deficit:
+                tenant.in_turn = False
+                order.popleft()
+                if found is not None:
+                    order.append(name)
+                    continue
+                tenant.deficit = min(tenant.deficit, self.quantum)
+                waits = any(one.taken < len(one.units) for one in tenant.heads())
+                (no_slot if waits else exhausted).append(name)
+                continue
+            size = found.units[found.taken]
+            if size > room:
+                break
+            room, left, tenant.deficit = room - size, left - 1, tenant.deficit - size
+            found.taken += 1
+            chosen[id(found)] = (found, chosen.get(id(found), (found, 0))[1] + 1)
+            names.add(found.adapter)
+        self._tenants = {name: self._tenants[name] for name in [*no_slot, *order, *exhausted]}
+        return list(chosen.values())
+
+    def _next_unit(self, tenant: _Tenant[T], names: set[str], adapters: int) -> Waiting[T] | None:
+        """Return the first command in the tenant's order with a unit that may enter the pass."""
+        for waiting in tenant.heads():
+            fits = waiting.adapter in names or len(names) < adapters
+            if fits and waiting.taken < len(waiting.units):
+                return waiting
+        return None

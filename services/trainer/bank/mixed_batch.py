@@ -1,0 +1,101 @@
+"""One forward and backward pass over rows of several adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from opentinker.services.trainer.bank.adapted_linear import Segment
+from opentinker.services.trainer.bank.adapter import Adapter
+from opentinker.services.trainer.bank.base_model import BaseModel
+from opentinker.services.trainer.bank.losses import F32, Datum, Loss, command_loss
+from opentinker.shared.nn.forward import token_scores
+from opentinker.shared.nn.layout import Layout, join, layout
+from opentinker.shared.nn.models import autocast
+
+
+@dataclass
+class Piece:
+    """Rows of one command in a pass."""
+
+    adapter: Adapter
+    data: Sequence[Datum]
+    loss: Loss
+    gradient: Tensor | None = None
+    """Flat vector that the backward pass adds to; None: there is no backward pass."""
+
+
+class PieceResult(NamedTuple):
+    loss: float
+    logprobs: list[F32]
+    """[M] of each datum."""
+    is_finite: bool
+    """Of loss and gradient."""
+
+
+@dataclass
+class MixedBatch:
+    """Pieces in one packed stream of tokens. Pieces share no prefix, not even an equal one: their states differ."""
+
+    pieces: Sequence[Piece]
+    plan: Layout = field(init=False)
+    ends: list[int] = field(init=False)
+    """Of the pieces in the stream."""
+
+    def __post_init__(self) -> None:
+        plans = [
+            layout(
+                [datum.tokens.ids_T for datum in piece.data],
+                [datum.tokens.learned_T for datum in piece.data],
+                temperatures=[piece.loss.temperature] * len(piece.data),
+            )
+            for piece in self.pieces
+        ]
+        self.plan = join(plans)
+        self.ends = list(accumulate(len(plan.ids_N) for plan in plans))
+
+    def run(self, base: BaseModel) -> list[PieceResult]:
+        """Compute losses and log-probabilities, and add to the gradients of the pieces that have one."""
+        plan = self.plan.to(torch.device(base.device))
+        backward = any(piece.gradient is not None for piece in self.pieces)
+        with base.segments.used(self._segments()), torch.set_grad_enabled(backward):
+            with autocast(base.device, base.dtype):
+                logprobs_M, *_ = token_scores(base.causal, plan, temperature=self._temperature(plan))
+            counts_P = [sum(int(d.tokens.learned_T.sum()) for d in piece.data) for piece in self.pieces]
+            parts = logprobs_M.split(counts_P)
+            losses = [command_loss(p, piece.data, piece.loss) for p, piece in zip(parts, self.pieces, strict=True)]
+            if backward:
+                torch.autograd.backward([
+                    loss for loss, piece in zip(losses, self.pieces, strict=True) if piece.gradient is not None
+                ])  # fmt: skip
+        return self._results([part.detach() for part in parts], torch.stack([loss.detach() for loss in losses]))
+
+    def _segments(self) -> list[Segment]:
+        found = []
+        for start, end, piece in zip([0, *self.ends], self.ends, self.pieces, strict=False):
+            shape = piece.adapter.shape
+            gradients = {} if piece.gradient is None else shape.pairs(piece.gradient)
+            found.append(Segment(start, end, shape.scaling, shape.pairs(piece.adapter.weights), gradients))
+        return found
+
+    def _temperature(self, plan: Layout) -> Tensor | float:
+        assert plan.temperatures_U is not None
+        return 1.0 if all(piece.loss.temperature == 1.0 for piece in self.pieces) else plan.temperatures_U
+
+    def _results(self, logprobs: Sequence[Tensor], losses_P: Tensor) -> list[PieceResult]:
+        largest_P = torch.stack([
+            losses_P[p] * 0 if piece.gradient is None else piece.gradient.abs().amax()
+            for p, piece in enumerate(self.pieces)
+        ])  # fmt: skip
+        finite_P = (losses_P.isfinite() & largest_P.isfinite()).tolist()
+        results = []
+        for piece, values, loss, finite in zip(self.pieces, logprobs, losses_P.tolist(), finite_P, strict=True):
+            ends = np.cumsum([int(datum.tokens.learned_T.sum()) for datum in piece.data])
+            results.append(PieceResult(loss, np.split(values.float().cpu().numpy(), ends[:-1]), finite))
+        return results

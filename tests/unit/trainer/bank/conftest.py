@@ -1,0 +1,77 @@
+"""A bank on the small model, and data of its tenants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from opentinker.services.trainer.bank.adapter_bank import AdapterBank, Rows
+from opentinker.services.trainer.bank.base_model import BaseModel
+from opentinker.services.trainer.bank.limits import BankLimits
+from opentinker.services.trainer.bank.losses import Datum, Loss
+from opentinker.services.trainer.data.chat import Tokens
+from opentinker.shared.spec import LoraSpec
+
+LIMITS = BankLimits(step_tokens=128, datum_tokens=32, command_tokens=512, waiting_tokens=1024, rank=16)
+MakeBank = Callable[..., AdapterBank]
+TENANTS: list[tuple[LoraSpec, Loss, float]] = [
+    (LoraSpec(rank=4, alpha=8.0), Loss(), 1e-2),
+    (LoraSpec(rank=8, alpha=4.0, target_modules=["q_proj", "down_proj"]), Loss(name="ppo", scale=0.5), 3e-3),
+    (LoraSpec(rank=2, alpha=16.0, target_modules=["v_proj", "o_proj"]), Loss(name="cispo", temperature=0.7), 1e-3),
+    (LoraSpec(rank=16, alpha=16.0, init="gaussian"), Loss(name="importance_sampling", scale=0.01), 1e-4),
+    (LoraSpec(rank=3, alpha=6.0, target_modules=["gate_proj"]), Loss(name="dro", options={"beta": 0.1}), 2e-2),
+]
+"""Adapter, loss and learning rate of tenants that have nothing in common."""
+
+
+@pytest.fixture(scope="session")
+def base(small: Path) -> BaseModel:
+    return BaseModel(str(small))
+
+
+@pytest.fixture
+def make_bank(base: BaseModel, tmp_path: Path) -> MakeBank:
+    """Return a function that makes banks with separate stores on one base."""
+    made: list[AdapterBank] = []
+
+    def make(**options: Any) -> AdapterBank:
+        options = {"slots": 8, "limits": LIMITS, **options}
+        store = options.pop("store", tmp_path / f"store-{len(made)}")
+        made.append(AdapterBank(base, store, **options))
+        return made[-1]
+
+    return make
+
+
+def some_data(seed: int, rows: int = 4, shared: bool = True) -> list[Datum]:
+    """Random rows; with `shared`, each begins with the same prompt, in all tenants alike."""
+    rng, made = np.random.default_rng(seed), []
+    for _ in range(rows):
+        answer = rng.integers(3, 60, rng.integers(2, 12))
+        prompt = np.arange(5, 11) if shared else rng.integers(3, 60, 6)
+        ids_T = np.concatenate([prompt, answer]).astype(np.int32)
+        learned_T = np.arange(len(ids_T)) >= 6
+        count = int(learned_T.sum())
+        made.append(Datum(
+            tokens=Tokens(ids_T, learned_T),
+            weights_M=rng.uniform(0.5, 1.5, count).astype(np.float32),
+            behaviour_M=rng.uniform(-4.5, -3.8, count).astype(np.float32),
+            advantages_M=rng.normal(size=count).astype(np.float32),
+        ))  # fmt: skip
+    return made
+
+
+def rows_of(number: int, step: int = 0, **options: Any) -> Rows:
+    return Rows(f"t{number}", some_data(100 * number + step), TENANTS[number % len(TENANTS)][1], **options)
+
+
+def add_tenant(bank: AdapterBank, number: int) -> None:
+    """Create adapter `tNUMBER`, with B that is not 0, so that A has a gradient."""
+    bank.create(f"t{number}", TENANTS[number % len(TENANTS)][0], seed=number)
+    (adapter,) = bank.residency.bring([f"t{number}"])
+    noise = np.random.default_rng(number).normal(0, 0.05, adapter.shape.size)
+    adapter.weights += adapter.weights.new_tensor(noise)

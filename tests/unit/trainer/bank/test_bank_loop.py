@@ -1,0 +1,273 @@
+"""Several tenants at once: their runs are those of a tenant alone, and a bad one harms itself alone."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from opentinker.services.trainer.bank.adamw import AdamSettings
+from opentinker.services.trainer.bank.adapter_bank import AdapterBank, Rows
+from opentinker.services.trainer.bank.bank_loop import BankLoop, ForwardResult
+from opentinker.services.trainer.bank.limits import Refused
+from opentinker.services.trainer.bank.losses import Datum, Loss
+from opentinker.services.trainer.bank.mixed_batch import PieceResult
+from opentinker.services.trainer.data.chat import Tokens
+from opentinker.shared.spec import LoraSpec
+from opentinker.shared.types.errors import NotFound
+from tests.conftest import WAIT_S, until
+from tests.unit.trainer.bank.conftest import LIMITS, TENANTS, MakeBank, add_tenant, some_data
+
+LORA = LoraSpec(rank=4, alpha=8.0)
+
+
+async def run_tenant(loop: BankLoop, number: int, steps: int = 3) -> list[float]:
+    """Train as a client does: the step is sent before the gradient's result is there. Returns the losses."""
+    _, loss, lr = TENANTS[number % len(TENANTS)]
+    losses = []
+    for step in range(steps):
+        forward = loop.forward_backward(f"tenant{number}", f"t{number}", some_data(100 * number + step, rows=9), loss)
+        stepping = loop.optim_step(f"tenant{number}", f"t{number}", AdamSettings(lr=lr, clip=1.0))
+        result, stepped = await asyncio.gather(forward, stepping)
+        assert stepped.steps == step + 1
+        losses.append(result.loss)
+    return losses
+
+
+async def curves(make_bank: MakeBank, numbers: range, **options: Any) -> tuple[dict[int, list[float]], AdapterBank]:
+    bank = make_bank(slots=3, host_bytes=0 if options.pop("files", False) else 2**30)
+    for number in numbers:
+        add_tenant(bank, number)
+    async with BankLoop(bank, **options) as loop:
+        found = await asyncio.gather(*(run_tenant(loop, number) for number in numbers))
+    return dict(zip(numbers, found, strict=True)), bank
+
+
+def weights(bank: AdapterBank, number: int) -> torch.Tensor:
+    return bank.residency.bring([f"t{number}"])[0].weights
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+async def test_eight_tenants_on_three_slots_equal_eight_single_runs(make_bank: MakeBank, deterministic: bool) -> None:
+    """Bit for bit in slices; within rounding in mixed passes. Adapters wander between slots, host memory and files."""
+    together, bank = await curves(make_bank, range(8), deterministic=deterministic, files=deterministic)
+    for number in range(8):
+        alone, single = await curves(make_bank, range(number, number + 1), deterministic=deterministic)
+        found, expected = weights(bank, number), weights(single, number)
+        if deterministic:
+            assert together[number] == alone[number] and torch.equal(found, expected)
+        else:
+            assert together[number] == pytest.approx(alone[number], rel=1e-3)
+            one_step = TENANTS[number % len(TENANTS)][2] * math.sqrt(found.numel())
+            assert (found - expected).norm() < 1e-2 * one_step
+
+
+async def test_bad_commands_are_refused_by_name_and_change_nothing(make_bank: MakeBank) -> None:
+    bank = make_bank()
+    data = some_data(0)
+    learned = int(data[1].tokens.learned_T.sum())
+    spoiled = np.full(learned, np.nan, np.float32)
+
+    def second(**changes: Any) -> list[Any]:
+        return [data[0], msgspec.structs.replace(data[1], **changes)]
+
+    long = some_data(0, rows=LIMITS.command_tokens // 8)
+    tokens = data[1].tokens
+    ppo = Loss(name="ppo")
+    async with BankLoop(bank) as loop:
+        await loop.create("a", LORA, seed=0)
+        for bad, loss, problem in (
+            ([], ppo, "no data"),
+            (second(weights_M=spoiled), ppo, "datum 1 has weights that are not finite"),
+            (second(advantages_M=None), ppo, "datum 1 has no advantages"),
+            (second(behaviour_M=spoiled[1:]), ppo, f"datum 1 has {learned} learned tokens and log-prob"),
+            (second(tokens=msgspec.structs.replace(tokens, ids_T=tokens.ids_T + 60)), ppo, "outside of the vocabulary"),
+            (second(tokens=msgspec.structs.replace(tokens, ids_T=tokens.ids_T[1:])), ppo, "a mask of"),
+            (
+                second(tokens=msgspec.structs.replace(tokens, learned_T=tokens.learned_T & False)),
+                ppo,
+                "no learned token",
+            ),
+            (second(tokens=msgspec.structs.replace(tokens, learned_T=tokens.learned_T | True)), Loss(), "first token"),
+            (long, ppo, "send them in several commands"),
+            (data, Loss(name="zzz"), "loss 'zzz' is unknown; choose one of cross_entropy, "),  # type: ignore[arg-type]
+            (data, Loss(name="ppo", options={"beta": 1.0}), "no option 'beta'; it has clip_low, clip_high"),
+            (data, Loss(name="dro", options={"beta": -1.0}), "must be 0 or more"),
+            (data, Loss(scale=float("nan")), "scale = nan"),
+            (data, Loss(temperature=0.0), "temperature = 0.0"),
+        ):
+            with pytest.raises(Refused, match=problem):
+                await loop.forward_backward("x", "a", bad, loss)
+        for settings, problem in (
+            (AdamSettings(lr=-1.0), "lr = -1.0"),
+            (AdamSettings(lr=1.0, beta2=1.0), "beta2 = 1.0"),
+            (AdamSettings(lr=1.0, clip=0.0), "clip = 0.0"),
+        ):
+            with pytest.raises(Refused, match=problem):
+                await loop.optim_step("x", "a", settings)
+        with pytest.raises(NotFound, match="no adapter 'b'"):
+            await loop.forward_backward("x", "b", data, Loss())
+        (adapter,) = bank.residency.bring(["a"])
+        assert adapter.steps == 0 and not adapter.gradient.any()
+
+
+async def test_longest_datum_is_accepted_and_a_longer_one_refused(make_bank: MakeBank) -> None:
+    async with BankLoop(make_bank()) as loop:
+        await loop.create("a", LORA, seed=0)
+        for extra in (0, 1):
+            ids_T = np.full(LIMITS.datum_tokens + extra, 7, np.int32)
+            datum = Datum(tokens=Tokens(ids_T, np.arange(len(ids_T)) > 0))
+            if extra:
+                with pytest.raises(Refused, match="datum 0 has 33 tokens, and at most 32"):
+                    await loop.forward_backward("x", "a", [datum], Loss())
+            else:
+                result = await loop.forward_backward("x", "a", [datum], Loss())
+                assert len(result.logprobs[0]) == LIMITS.datum_tokens - 1
+
+
+async def test_nan_weights_and_overflow_harm_their_tenant_alone(make_bank: MakeBank) -> None:
+    bank = make_bank()
+    for number in (0, 1, 2):
+        add_tenant(bank, number)
+    bank.residency.bring(["t0"])[0].weights[3] = float("nan")
+    async with BankLoop(bank) as loop:
+        spoiled, fine, large = await asyncio.gather(
+            loop.forward_backward("x", "t0", some_data(0), Loss()),
+            loop.forward_backward("y", "t1", some_data(1), Loss()),
+            loop.forward_backward("z", "t2", some_data(2), Loss(scale=1e38)),
+            return_exceptions=True,
+        )
+        assert isinstance(spoiled, Refused) and "loss nan" in str(spoiled)
+        assert isinstance(large, Refused) and isinstance(fine, ForwardResult) and np.isfinite(fine.loss)
+        steps = await asyncio.gather(*(loop.optim_step("y", f"t{n}", AdamSettings(lr=1e-3)) for n in (1, 2)))
+        assert steps[0].grad_norm > 0 == steps[1].grad_norm
+
+
+async def test_damaged_file_harms_its_adapter_alone(make_bank: MakeBank) -> None:
+    bank = make_bank(slots=2, host_bytes=0)
+    for number in (0, 1, 2):
+        add_tenant(bank, number)
+    (path,) = bank.residency.store.iterdir()
+    path.write_bytes(path.read_bytes()[:100])
+    async with BankLoop(bank) as loop:
+        damaged, fine, no_step, step = await asyncio.gather(
+            *(loop.forward_backward("x", f"t{n}", some_data(n), Loss()) for n in (0, 1)),
+            *(loop.optim_step("x", f"t{n}", AdamSettings(lr=1e-3)) for n in (0, 1)),
+            return_exceptions=True,
+        )
+    for refused in (damaged, no_step):
+        assert isinstance(refused, Refused) and "'t0' cannot be read" in str(refused)
+    assert not isinstance(fine, BaseException) and not isinstance(step, BaseException)
+
+
+async def test_gradient_sum_that_overflows_is_dropped_with_its_step(make_bank: MakeBank) -> None:
+    bank = make_bank()
+    for number in (0, 1):
+        add_tenant(bank, number)
+    adapters = bank.residency.bring(["t0", "t1"])
+    before = adapters[0].weights.clone()
+    adapters[0].gradient.fill_(3e38)
+    adapters[1].gradient.fill_(1.0)
+    async with BankLoop(bank) as loop:
+        refused, stepped = await asyncio.gather(
+            *(loop.optim_step("x", f"t{n}", AdamSettings(lr=1e-3)) for n in (0, 1)), return_exceptions=True
+        )
+        assert isinstance(refused, Refused) and "norm of the gradient is inf" in str(refused)
+        assert not isinstance(stepped, BaseException) and stepped.steps == 1
+        assert torch.equal(adapters[0].weights, before) and not adapters[0].gradient.any()
+
+
+async def test_a_flood_is_bounded_and_others_pass_it(make_bank: MakeBank) -> None:
+    bank = make_bank()
+    async with BankLoop(bank) as loop:
+        for name in ("flood", "small"):
+            await loop.create(name, LORA, seed=0)
+        data = some_data(0, rows=24, shared=False)
+        order: list[str] = []
+
+        async def send(tenant: str, rows: int) -> None:
+            await loop.forward_backward(tenant, tenant, data[:rows], Loss())
+            order.append(tenant)
+
+        flood = [asyncio.create_task(send("flood", 24)) for _ in range(3)]
+        await asyncio.sleep(0)
+        with pytest.raises(Refused, match="wait for results before sending more"):
+            await loop.forward_backward("flood", "flood", data, Loss())
+        small = asyncio.create_task(send("small", 1))
+        await asyncio.sleep(0)
+        assert re.fullmatch("slots 2/8, [34] waiting for tokens", loop.queue_reason)
+        await asyncio.gather(small, *flood)
+        assert order == ["small", "flood", "flood", "flood"]
+        assert loop.queue_reason == "slots 2/8"
+
+
+async def test_cancelled_command_leaves_no_part_of_its_gradient(
+    make_bank: MakeBank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bank, go = make_bank(), threading.Event()
+    run_pass = bank.run_pass
+
+    def held(rows: Sequence[Rows]) -> list[PieceResult]:
+        found = run_pass(rows)
+        go.wait(WAIT_S)
+        return found
+
+    monkeypatch.setattr(bank, "run_pass", held)
+    async with BankLoop(bank) as loop:
+        await loop.create("a", LORA, seed=0)
+        cancelled = asyncio.create_task(loop.forward_backward("x", "a", some_data(0, rows=24, shared=False), Loss()))
+        await until(lambda: any(waiting.taken for waiting in loop._queue))
+        cancelled.cancel()
+        go.set()
+        await loop.forward_backward("x", "a", some_data(1), Loss())
+        (found,) = bank.residency.bring(["a"])
+        gradient = found.gradient.clone()
+    alone = make_bank()
+    async with BankLoop(alone) as loop:
+        await loop.create("a", LORA, seed=0)
+        await loop.forward_backward("x", "a", some_data(1), Loss())
+        torch.testing.assert_close(gradient, alone.residency.bring(["a"])[0].gradient, rtol=1e-4, atol=1e-6)
+
+
+async def test_export_and_removal_have_their_place_among_commands(make_bank: MakeBank, tmp_path: Path) -> None:
+    bank = make_bank()
+    async with BankLoop(bank) as loop:
+        await loop.create("a", LORA, seed=0)
+        asked = [
+            loop.forward_backward("x", "a", some_data(0), Loss()),
+            loop.optim_step("x", "a", AdamSettings(lr=0.1)),
+            loop.export_peft("x", "a", tmp_path),
+            loop.optim_step("x", "a", AdamSettings(lr=0.1)),
+            loop.remove("x", "a"),
+        ]
+        await asyncio.gather(*asked)
+        with pytest.raises(NotFound):
+            await loop.export_peft("x", "a", tmp_path)
+        await loop.import_peft("b", tmp_path)
+        await loop.create("fresh", LORA, seed=0)
+        exported, fresh = bank.residency.bring(["b", "fresh"])
+        moved = (exported.weights - fresh.weights).abs().max()
+        assert moved == pytest.approx(0.1, rel=0.01)  # one step of Adam moves by lr
+
+
+async def test_commands_do_not_outlive_a_crashed_loop(make_bank: MakeBank, monkeypatch: pytest.MonkeyPatch) -> None:
+    bank = make_bank()
+
+    def crash(*_: object) -> None:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(bank, "run_pass", crash)
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        async with BankLoop(bank) as loop:
+            await loop.create("a", LORA, seed=0)
+            with pytest.raises(asyncio.CancelledError):
+                await loop.forward_backward("x", "a", some_data(0), Loss())
