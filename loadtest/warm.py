@@ -60,6 +60,8 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=4, help="jobs, one after another")
     parser.add_argument("--model", default="", help="directory of the base; default: a random model of 2.4M parameters")
     options = parser.parse_args()
+    if options.jobs < 2:
+        parser.error("--jobs must be 2 at least: the first one finds no engine")
     sys.exit(0 if asyncio.run(run(options.jobs, options.model)) else 1)
 
 

@@ -15,7 +15,8 @@ FORCING_MOVES = 2
 SHAPE_WORTH = 0.3
 """Bound on the rating of a position that neither side is known to win."""
 SHAPE_SCALE = 12.0
-CACHED = 1 << 18
+CACHED = 1 << 14
+"""Positions whose ratings a process keeps, about 1 KB each; of the search, four times as many numbers."""
 
 
 def move_values(board: Board) -> dict[int, float]:
@@ -54,7 +55,7 @@ def _move_values(size: int, win: int, own: int, rival: int) -> dict[int, float]:
     return values
 
 
-@lru_cache(CACHED)
+@lru_cache(4 * CACHED)
 def _forced(size: int, win: int, own: int, rival: int, depth: int) -> float:
     """Return the value of the position for `own`, which moves, if threats decide it, otherwise 0."""
     blocks, pairs = 0, []

@@ -122,9 +122,14 @@ def make_engine(
         sharing=sharing,
         tensor_parallel=engine_ranks(spec),
         warm=warm,
-        stays=spec.kind == "rl" and len(policies) == sharing == 1 and not spec.train.deterministic,
+        stays=all_from_trainer(spec) and len(policies) == sharing == 1 and not spec.train.deterministic,
     )
     return VllmEngine(process, eos_ids=renderer.eos_ids, lora=spec.model.lora, group_timeout_s=settings.swap_timeout_s)
+
+
+def all_from_trainer(spec: JobSpec) -> bool:
+    """Return whether a trainer sends the weights before anything is sampled; a simulated one sends none."""
+    return spec.kind == "rl" and spec.train.learner == "torch"
 
 
 async def end_engine(llm: Any) -> None:

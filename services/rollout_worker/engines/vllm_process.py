@@ -65,7 +65,7 @@ from opentinker.services.rollout_worker.engines.vllm_config import (  # noqa: E4
     why_separate,
 )
 from opentinker.services.rollout_worker.engines.vllm_vision_classes import load_class  # noqa: E402
-from opentinker.services.rollout_worker.engines.warm_engine import Kept, Key, WarmEngine, files_of, let_go  # noqa: E402
+from opentinker.services.rollout_worker.engines.warm_engine import KeptEngine, Key, WarmEngine, files_of, let_go  # noqa: E402
 from opentinker.shared.nn.models import check_window  # noqa: E402
 
 log = structlog.get_logger()
@@ -140,6 +140,7 @@ class VllmProcess:
         limits = context_length, max_concurrent, stop_strings, adapters
         self._arguments = dtype, fp32_head, *limits, one_by_one, sharing, tensor_parallel
         self._key: Key | None = None
+        self._has_sampled = False
 
     @property
     def lora(self) -> LoraServing | None:
@@ -164,6 +165,7 @@ class VllmProcess:
         except Exception as error:
             raise EngineError(f"vLLM says: {error_sentence(str(error)) or type(error).__name__}") from error
         await self._probe()
+        self._has_sampled = True
         vllm_startup.settle_heap()
         log.info("engine_started", model=self.model, seconds=round(time.perf_counter() - started, 2))
 
@@ -225,12 +227,16 @@ class VllmProcess:
 
     async def _take(self, warm: WarmEngine) -> bool:
         """Take the last job's engine, if it fits."""
+        files = await asyncio.to_thread(files_of, self.model)
+        if self._adapters is not None and not files:
+            self._stays = False  # the base of a hub's id may be another one by then
         if self._stays:
-            self._key = self.model, await asyncio.to_thread(files_of, self.model), *self._arguments
+            self._key = self.model, files, *self._arguments
         kept = await warm.take(self._key)
         if kept is None:
             return False
         self._llm, self.context_length, self.merges = kept.llm, kept.context_length, kept.merges
+        self._has_sampled = True
         log.info("engine_reused", model=self.model)
         return True
 
@@ -247,12 +253,14 @@ class VllmProcess:
         """Put the engine where the next job finds it, without requests, cached prompts and weight group; not if
         anything is still under way."""
         separate = self._adapters is not None and not self.merges
-        if self._warm is None or not (self._stays and self._warm.keep_s) or separate or self._calls or self.broken:
+        if self._warm is None or not (self._stays and self._warm.keep_s and self._has_sampled) or separate:
+            return False
+        if self._calls or self.broken:
             return False
         if not await let_go(llm):
             return False
         assert self._key is not None
-        self._warm.put(Kept(self._key, llm, self.context_length, self.merges))
+        self._warm.put(KeptEngine(self._key, llm, self.context_length, self.merges))
         return True
 
     async def _load(self) -> None:

@@ -220,6 +220,12 @@ class BucketEngine(WeightTransferEngine[GroupInfo, VersionInfo]):  # type: ignor
             self.group.close()
             self.group = None
 
+    def forget(self) -> None:
+        """Leave, and let go of the version that was received last."""
+        self.leave()
+        self._shared.close()
+        self.manifest, self.buckets, self.scale, self.task = [], None, None, None
+
     def shutdown(self) -> None:
         for engine in (self, *self._of_policy.values()):
             engine.leave()
@@ -270,6 +276,9 @@ class WeightsExtension:
 
     def weights_leave(self, policy: int) -> None:
         self.weight_transfer_engine.of(policy).leave()
+
+    def weights_forget(self, policy: int) -> None:
+        self.weight_transfer_engine.of(policy).forget()
 
     def weights_write(self, policy: int, directory: str) -> dict[str, Any] | None:
         """Write the staged tensors of an adapter next to the `adapter_config.json` in `directory`."""

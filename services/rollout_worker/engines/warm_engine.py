@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,14 +22,14 @@ from opentinker.shared.asyncio_tools import cancel_and_wait, finish_uncancelled,
 
 log = structlog.get_logger()
 
-LET_GO_S = 5.0
+LET_GO_S = 1.5
 """Time limit for an engine to let go of a job."""
 Key = tuple[Any, ...]
 """What must be equal: the model with its files, and the arguments."""
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptEngine:
     key: Key
     llm: Any
     """vllm.AsyncLLM."""
@@ -43,12 +44,17 @@ class WarmEngine:
         """`keep_s` 0: none is kept."""
         self.keep_s = keep_s
         self._end = end
-        self._kept: Kept | None = None
+        self._kept: KeptEngine | None = None
         self._expiry: asyncio.Task[None] | None = None
 
-    async def take(self, key: Key | None) -> Kept | None:
+    async def take(self, key: Key | None) -> KeptEngine | None:
         """Give away the engine with this key if it is there and alive. Any other ends first: two may not fit."""
-        await cancel_and_wait(self._expiry)
+        try:
+            await cancel_and_wait(self._expiry)
+        except asyncio.CancelledError:
+            if self._kept is not None:
+                self._count_down()
+            raise
         if (kept := self._kept) is not None and kept.key == key and not kept.llm.errored:
             self._kept = None
             return kept
@@ -56,10 +62,14 @@ class WarmEngine:
         await self._drop()
         return None
 
-    def put(self, kept: Kept) -> None:
+    def put(self, kept: KeptEngine) -> None:
         assert self._kept is None, "an engine is taken before another one starts"
         self._kept = kept
-        self._expiry = asyncio.create_task(self._expire())
+        self._count_down()
+
+    def _count_down(self) -> None:
+        # Without the context of the job, whose log it is no longer.
+        self._expiry = asyncio.create_task(self._expire(), context=contextvars.Context())
 
     async def _expire(self) -> None:
         await sleep(self.keep_s)
@@ -85,8 +95,9 @@ async def let_go(llm: Any) -> bool:
     try:
         async with asyncio.timeout(LET_GO_S):
             await llm.engine_core.pause_scheduler_async(mode="abort", clear_cache=True)
-            await llm.collective_rpc("weights_leave", args=(0,))
             is_idle = None not in await llm.collective_rpc("weights_poll", args=(0,))
+            if is_idle:
+                await llm.collective_rpc("weights_forget", args=(0,))
             await llm.engine_core.resume_scheduler_async()
     except Exception as error:  # noqa: BLE001 - it ends then
         log.warning("engine_not_kept", error=str(error))

@@ -33,7 +33,7 @@ MODULES = {Pool.TRAINER: "trainer", Pool.ROLLOUT: "rollout_worker"}
 USERS = {Pool.TRAINER: TRAINER, Pool.ROLLOUT: ROLLOUT}
 HANDED_ON = (
     *("nats_url", "redis_url", "data_dir", "advertise_host", "log_level", "log_format", "heartbeat_s", "worker_ttl_s"),
-    *("drain_s", "cancel_grace_s", "swap_timeout_s", "preload"),
+    *("drain_s", "cancel_grace_s", "swap_timeout_s", "preload", "warm_engine_s"),
 )
 """Settings of the scheduler that are theirs too."""
 EXTRA_S = 10.0

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
-from opentinker.services.rollout_worker.engines.warm_engine import Kept, WarmEngine, files_of
+from opentinker.services.rollout_worker.engines.warm_engine import KeptEngine, WarmEngine, files_of
+from opentinker.services.rollout_worker.service import all_from_trainer
 from tests.conftest import until
+from tests.support.factories import make_spec
 
 
 class Ends:
@@ -22,8 +24,8 @@ class Ends:
         self.ended.append(llm)
 
 
-def engine(name: str, key: tuple[Any, ...] = ("base",), *, errored: bool = False) -> Kept:
-    return Kept(key, SimpleNamespace(name=name, errored=errored), 128, False)
+def engine(name: str, key: tuple[Any, ...] = ("base",), *, errored: bool = False) -> KeptEngine:
+    return KeptEngine(key, SimpleNamespace(name=name, errored=errored), 128, False)
 
 
 async def test_an_engine_is_taken_once_by_a_job_with_its_key() -> None:
@@ -67,6 +69,11 @@ async def test_an_engine_ends_when_no_job_comes_and_when_its_worker_ends() -> No
     warm.put(second)
     await warm.close()
     assert ends.ended == [first.llm, second.llm]
+
+
+def test_an_engine_is_kept_only_if_a_trainer_sends_all_weights() -> None:
+    assert all_from_trainer(make_spec(train__learner="torch", rollout__engine="vllm"))
+    assert not all_from_trainer(make_spec(train__learner="simulated")), "it sends none"
 
 
 def test_a_model_whose_files_changed_is_another_one(tmp_path: Path) -> None:

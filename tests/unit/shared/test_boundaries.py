@@ -28,6 +28,8 @@ HEAVY = {
         "services.rollout_worker.engines": "merged_adapter packed_layers shards vllm vllm_config vllm_images "
         "vllm_process vllm_worker_extension",
         "services.trainer.algorithm": "corrections losses objective preference",
+        "services.trainer.bank": "adamw adapted_linear adapter adapter_bank adapter_files bank_loop base_model "
+        "capacity losses mixed_batch residency",
         "services.trainer.batch": "micro_batch row_batch token_metrics",
         "services.trainer.distributed": "multi_rank_learner process_group rank_main zero",
         "services.trainer.learners": "critic dpo optimizer_state policy_model rl sft supervised",
