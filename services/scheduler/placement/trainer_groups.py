@@ -78,7 +78,9 @@ def choose_shape(need: RankNeed, free: Sequence[Gpus], alive: Sequence[Gpus], *,
     if found is None and not patient:
         found = _largest(need, rooms)
     if found is None:
-        found = _fit(need, all_rooms, need.ranks) or _largest(need, all_rooms)
+        found = _fit(need, all_rooms, need.ranks)
+    if found is None and not patient:
+        found = _largest(need, all_rooms)
     if found is not None:
         return found
     largest = max(all_rooms, default=0)
