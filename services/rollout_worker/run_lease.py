@@ -17,6 +17,7 @@ from opentinker.services.rollout_worker.checkpoint_weights import (
 from opentinker.services.rollout_worker.engines.base import Engine, EngineError
 from opentinker.services.rollout_worker.episode_protocol import Sessions
 from opentinker.services.rollout_worker.eval_job import EvalJob
+from opentinker.services.rollout_worker.gpu_split import GpuSplit, gpu_split
 from opentinker.services.rollout_worker.inference_job import InferenceJob
 from opentinker.services.rollout_worker.renderer import Renderer
 from opentinker.services.rollout_worker.rl_job import RolloutJob
@@ -34,7 +35,7 @@ from opentinker.shared.spec.seats import urls_in
 from opentinker.shared.types.core import Lease
 from opentinker.shared.types.errors import JobFailed, SpecError
 
-MakeEngine = Callable[[JobSpec, Renderer, str, Sequence[ServedAdapter], Sequence[EnginePolicy], int], Engine]
+MakeEngine = Callable[[JobSpec, Renderer, str, Sequence[ServedAdapter], Sequence[EnginePolicy], int, GpuSplit], Engine]
 """See `service.make_engine`."""
 
 
@@ -79,7 +80,8 @@ class Loader:
             model = own.model.base if given is None or given.full is None else str(given.full)
             renderer = await self._renderer(own)
             if engine is None:
-                engine = view = self._make_engine(own, renderer, model, adapters, policies, len(self._engines))
+                memory = await gpu_split(self._worker, self._lease, self._spec, model)
+                engine = view = self._make_engine(own, renderer, model, adapters, policies, len(self._engines), memory)
                 self._held.push_async_callback(_close, engine)
                 await _start(self._worker, self._lease, engine, model)
                 await self._say_lora(engine)

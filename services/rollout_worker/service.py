@@ -16,6 +16,7 @@ from opentinker.services.rollout_worker.engines import vllm_startup
 from opentinker.services.rollout_worker.engines.base import Engine
 from opentinker.services.rollout_worker.engines.toy import ToyEngine
 from opentinker.services.rollout_worker.engines.warm_engine import WarmEngine
+from opentinker.services.rollout_worker.gpu_split import GpuSplit
 from opentinker.services.rollout_worker.renderer import Renderer
 from opentinker.services.rollout_worker.run_lease import run_lease
 from opentinker.shared.asyncio_tools import finish_uncancelled
@@ -74,12 +75,14 @@ def make_engine(
     adapters: Sequence[ServedAdapter],
     policies: Sequence[EnginePolicy],
     sharing: int,
+    memory: GpuSplit,
     settings: Settings,
     warm: WarmEngine | None = None,
 ) -> Engine:
     """Return an engine for the first of `policies`, with room for all. `spec`: with the first one's settings;
     `model`: directory or hub id of the initial weights; `adapters`: those that will be added; `sharing`: engines of
-    this worker; `warm`: where the last job's may be."""
+    this worker, which share `memory`; `warm`: where the last job's may be. One that shares its GPU is not kept: the
+    next job's trainer needs the room."""
     if spec.rollout.toy is not None:
         return ToyEngine(
             spec.rollout.toy,
@@ -88,6 +91,7 @@ def make_engine(
             context_length=spec.rollout.context_length or TOY_CONTEXT,
             echo_ids=renderer.digit_ids,
             group_timeout_s=settings.swap_timeout_s,
+            sleeps=spec.rollout.sleep == "always",
         )
     from opentinker.services.rollout_worker.engines.vllm import VllmEngine
     from opentinker.services.rollout_worker.engines.vllm_config import AdapterLimits
@@ -122,7 +126,11 @@ def make_engine(
         sharing=sharing,
         tensor_parallel=engine_ranks(spec),
         warm=warm,
-        stays=all_from_trainer(spec) and len(policies) == sharing == 1 and not spec.train.deterministic,
+        stays=all_from_trainer(spec)
+        and len(policies) == sharing == 1
+        and not (spec.train.deterministic or memory.sleeps or memory.why),
+        gpu_share=memory.share,
+        sleeps=memory.sleeps,
     )
     return VllmEngine(process, eos_ids=renderer.eos_ids, lora=spec.model.lora, group_timeout_s=settings.swap_timeout_s)
 

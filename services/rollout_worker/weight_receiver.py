@@ -90,6 +90,12 @@ class WeightReceiver:
             return self._reply(ok=True, seconds=seconds, mismatch=mismatch)
 
     async def _obey(self, command: SwapCommand) -> dict[str, float]:
+        if command.action == "sleep":
+            await self.engine.sleep()
+            return {}
+        await self.engine.wake()  # also when the trainer that had sent it to sleep is gone
+        if command.action == "wake":
+            return {}
         if command.action == "join":
             await self.engine.join(command)
             return {}
@@ -135,6 +141,7 @@ class WeightReceiver:
             ok=ok,
             error=error,
             version=self.engine.version,
+            sleeps=self.engine.sleeps,
             seconds=seconds or {},
             mismatch=mismatch,
         )

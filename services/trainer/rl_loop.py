@@ -269,7 +269,8 @@ class TrainerJob:
         """Run one step with its ledger entry, snapshot for the workers and metrics. If the job is cancelled during it,
         the step is undone or, once computed, completed."""
         began = time.monotonic()
-        values = await self.reporter.compute(self.step + 1, lambda: self.learner.step(batch, self._version))
+        async with self.publisher.room_for_step():
+            values = await self.reporter.compute(self.step + 1, lambda: self.learner.step(batch, self._version))
         trained = time.monotonic() - began
         spread = distributions(batch, self._version, values)
         self.step += 1

@@ -8,6 +8,7 @@ makes a T x T mask.
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ PACKED = "opentinker_packed"
 VARLEN_TYPES = (torch.bfloat16, torch.float16)
 VARLEN_HEAD = 256
 AMPERE = (8, 0)
+SAYS_GROUPED = "enable_gqa" in signature(varlen_attn).parameters
+"""Earlier versions of torch have no such option: their kernel takes fewer key heads than query heads as they come."""
 
 
 def packed_attention(
@@ -89,7 +92,7 @@ def _in_rows(query: Tensor, key: Tensor, value: Tensor, rows: Rows, scale: float
         rows.longest,
         scale=scale,
         window_size=(-1, 0),  # causal
-        enable_gqa=q.shape[1] != k.shape[1],
+        **({"enable_gqa": q.shape[1] != k.shape[1]} if SAYS_GROUPED else {}),
     )
     assert isinstance(attended, Tensor)
     return attended.flatten(1)

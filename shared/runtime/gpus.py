@@ -102,15 +102,35 @@ def parted(gpus: Sequence[Gpu], workers: Sequence[str]) -> dict[str, list[Gpu]]:
     return parts
 
 
+def shares(gpus: Sequence[Gpu], workers: Sequence[str]) -> dict[str, list[Gpu]]:
+    """Divide the GPUs among workers. Where there are fewer GPUs than workers, several share one."""
+    parts = parted(gpus, workers)
+    return {w: parts[w] or [gpus[place % len(gpus)]] for place, w in enumerate(workers)} if gpus else parts
+
+
+def used_bytes(uuid: str) -> int | None:
+    """Blocking. Return the memory in use on a GPU, by all processes together; None where the driver does not say."""
+    try:
+        nvml: Any = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+    except ImportError:
+        return None
+    except nvml.NVMLError:
+        return None
+    try:
+        return int(nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByUUID(uuid)).used)
+    except nvml.NVMLError as error:
+        log.warning("gpu_memory_unknown", gpu=uuid, why=str(error))
+        return None
+    finally:
+        nvml.nvmlShutdown()
+
+
 def pin_of(gpus: Sequence[Gpu]) -> str:
     """Return the value of CUDA_VISIBLE_DEVICES for these GPUs."""
     return ",".join(str(gpu.index) for gpu in gpus)
 
 
 def pinned(gpus: Sequence[Gpu], workers: Sequence[str]) -> dict[str, str]:
-    """Return CUDA_VISIBLE_DEVICES of each of the workers. Where there are fewer GPUs than workers, several share
-    one."""
-    if not gpus:
-        return {}
-    parts = parted(gpus, workers)
-    return {worker: pin_of(parts[worker] or [gpus[place % len(gpus)]]) for place, worker in enumerate(workers)}
+    """Return CUDA_VISIBLE_DEVICES of each of the workers, by `shares`; nothing without GPUs."""
+    return {worker: pin_of(part) for worker, part in shares(gpus, workers).items()} if gpus else {}

@@ -13,7 +13,7 @@ from opentinker.shared.types.mistakes import fill, mistake, unused
 AdapterServing = Literal["auto", "merged", "adapter"]
 MAX_OPEN_GROUPS = 16_384
 """Episodes that one rollout worker plays."""
-TOY_IGNORES = {"temperature", "top_p", "top_k", "stop", "lora"}
+TOY_IGNORES = {"temperature", "top_p", "top_k", "stop", "lora", "sleep"}
 ELSEWHERE = ("served:", "http://", "https://", "ws://", "wss://")
 """How names begin of environments that run where their users run them."""
 
@@ -80,6 +80,14 @@ class RolloutSpec(SpecPart):
     """Ranks among which vLLM divides every layer of the model, so that a model may be larger than a GPU: processes of
     one rollout worker, with a GPU each. It must divide the model's attention heads. Default: resources.rollout_gpus, or
     1. Without GPUs the ranks share the processors and the memory of the machine."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=0.98)] | None = None
+    """Share of its GPU's memory that the engines of a rollout worker take together. Default: what the job's trainer and
+    frozen models on the same GPU leave of it, by plan and measurement; 0.9 where there are none. Event
+    `engine_memory`."""
+    sleep: Literal["auto", "always", "never"] = "auto"
+    """Whether vLLM gives its memory to the trainer during each optimizer step (sleep mode: weights wait in the
+    machine's memory, and generation stands still). `auto`: if the job has one policy, the trainer is on the same GPU,
+    and both do not fit otherwise."""
     max_turns: Annotated[int, Field(gt=0, le=100_000)] = 1
     """Model outputs per episode."""
     max_tokens: Tokens = 256

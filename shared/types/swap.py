@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -17,6 +17,10 @@ class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
     shape: list[int]
 
 
+Transport = Literal["ipc", "shared", "nccl", "gloo"]
+"""How the bytes of a version travel to a member: in memory of the GPU, or of the machine, that it shares with the
+trainer; from GPU to GPU by NCCL; over TCP."""
+
 SIMULATED = "none"
 """`SwapCommand.device` of a learner without tensors: there is no weight group, only versions."""
 
@@ -30,14 +34,15 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SwapCommand(msgspec.Struct, frozen=True, kw_only=True):
-    """Trainer -> one rollout worker: join the job's weight group, or receive one version through it, or say hello."""
+    """Trainer -> one rollout worker: join the job's weight group, receive one version through it, sleep during a step,
+    or say hello."""
 
     job: str
     epoch: int
     policy: str = ""
     """Policy of the weights, in a job with several."""
     action: str
-    """join | receive | ping"""
+    """join | receive | sleep | wake | ping"""
     generation: int
     """Number of the group; a receive for another generation is refused."""
     address: str = ""
@@ -45,6 +50,8 @@ class SwapCommand(msgspec.Struct, frozen=True, kw_only=True):
     rank: int = 0
     world: int = 0
     device: str = "cpu"
+    transports: list[Transport] = []
+    """Of ranks 1, 2, ..., chosen by where they are; empty: NCCL on GPUs, gloo elsewhere."""
     version: WeightVersion | None = None
     manifest: list[TensorInfo] = []
     fingerprints: list[int] = []
@@ -56,7 +63,7 @@ class SwapCommand(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def member(self) -> dict[str, Any]:
         """Return the place in the group that a join takes, as arguments of `WeightGroup.join`."""
-        return {name: getattr(self, name) for name in ("address", "port", "rank", "world", "device")}
+        return {name: getattr(self, name) for name in ("address", "port", "rank", "world", "device", "transports")}
 
 
 class SwapReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,6 +72,8 @@ class SwapReply(msgspec.Struct, frozen=True, kw_only=True):
     ok: bool
     error: str = ""
     version: WeightVersion | None = None
+    sleeps: bool = False
+    """To a join: the engine must sleep while the trainer takes a step."""
     seconds: dict[str, float] = {}
     """pause, transfer, load, resume."""
     mismatch: float | None = None

@@ -166,4 +166,15 @@ class Engine(Protocol):
         pause, load and resume.
         """
 
+    @property
+    def sleeps(self) -> bool:
+        """Whether the engine must give its memory to the trainer during a step."""
+
+    async def sleep(self) -> None:
+        """Give memory back, and generate nothing, until `wake`. Requests stay. Idempotent. Raises SwapError,
+        EngineLost."""
+
+    async def wake(self) -> None:
+        """Take the memory again and continue with the requests. Idempotent. Raises EngineLost."""
+
     async def close(self) -> None: ...

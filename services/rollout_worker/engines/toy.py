@@ -46,6 +46,7 @@ class ToyEngine:
         context_length: int,
         echo_ids: frozenset[int] = frozenset(),
         group_timeout_s: float = 10.0,
+        sleeps: bool = False,
     ) -> None:
         """`echo_ids`: tokens (digits, usually) that a skilled answer repeats from the last message of the prompt."""
         self.version: WeightVersion | None = None
@@ -57,7 +58,9 @@ class ToyEngine:
             context_length=context_length,
             echo_ids=echo_ids,
             group_timeout_s=group_timeout_s,
+            sleeps=sleeps,
         )
+        self._sleeps = sleeps
         self._spec = spec
         self._eos_id = eos_id
         self._vocab_size = vocab_size
@@ -77,6 +80,17 @@ class ToyEngine:
     @property
     def lora(self) -> None:
         return None
+
+    @property
+    def sleeps(self) -> bool:
+        """With `rollout.sleep = "always"` alone: it has no memory to give back."""
+        return self._sleeps
+
+    async def sleep(self) -> None:
+        self._unpaused.clear()
+
+    async def wake(self) -> None:
+        self._unpaused.set()
 
     def sibling(self, eos_ids: Collection[int], lora: LoraSpec) -> ToyEngine:
         """There is nothing to share."""

@@ -73,6 +73,7 @@ class VllmEngine:
         self._generation = -1
         self._simulated = False
         self._swapping = asyncio.Lock()
+        self._asleep = False
         self._adapters: dict[int, Adapter] = {}
         self._beside: dict[str, Adapter] = {}
 
@@ -83,6 +84,10 @@ class VllmEngine:
     @property
     def lora(self) -> LoraServing | None:
         return self._process.lora
+
+    @property
+    def sleeps(self) -> bool:
+        return self._process.sleeps
 
     async def start(self) -> None:
         await self._process.start()
@@ -170,6 +175,33 @@ class VllmEngine:
 
     async def add(self, name: str, version: WeightVersion, adapter: Path) -> None:
         self._beside[name] = await self._process.load_adapter(name, version, adapter)
+
+    async def sleep(self) -> None:
+        """Offload the weights and drop the KV cache; requests wait, and are computed again after `wake`."""
+        async with self._swapping:
+            if self._process.broken:
+                raise EngineLost(self._process.broken)
+            if self._asleep:
+                return
+            try:
+                with self._process.while_open():
+                    await self._process.llm().engine_core.sleep_async(level=1, mode="keep")
+            except EngineDeadError as error:
+                raise self._process.lost() from error
+            self._asleep = True
+
+    async def wake(self) -> None:
+        async with self._swapping:
+            if not self._asleep:
+                return
+            try:
+                with self._process.while_open():
+                    awake = await self._process.llm().engine_core.wake_up_async()
+            except EngineDeadError as error:
+                raise self._process.lost() from error
+            if not awake:
+                raise self._process.lost("vLLM did not get its memory back after a step of the trainer")
+            self._asleep = False
 
     async def join(self, command: SwapCommand) -> None:
         async with self._swapping:

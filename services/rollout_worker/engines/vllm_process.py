@@ -101,11 +101,13 @@ class VllmProcess:
         tensor_parallel: int = 1,
         warm: WarmEngine | None = None,
         stays: bool = False,
+        gpu_share: float = GPU_SHARE,
+        sleeps: bool = False,
     ) -> None:
         """`context_length` None: the model's limit, at most 4096. `stop_strings`: requests will contain some, so a
         tokenizer is needed. `seed`: of requests without one; None draws it, so that workers differ. `sharing`: engines
-        that share the GPU's memory in equal parts. `tensor_parallel`: processes (ranks) that each hold a part of every
-        layer, on a GPU each where there are GPUs.
+        that share `gpu_share` of the GPU's memory in equal parts. `sleeps`: the memory can be given back for a time.
+        `tensor_parallel`: processes (ranks) that each hold a part of every layer, on a GPU each where there are GPUs.
 
         `one_by_one`: a request's log-probabilities do not depend on other requests. In a batch they do: the order of
         summation depends on the number of rows.
@@ -132,6 +134,7 @@ class VllmProcess:
         self._dtype = dtype
         self._max_concurrent = 1 if one_by_one else max_concurrent
         self._one_by_one, self._sharing, self._ranks = one_by_one, sharing, tensor_parallel
+        self._gpu_share, self.sleeps = gpu_share, sleeps
         self._fp32_head = fp32_head
         self._adapters = adapters
         self._seed = secrets.randbelow(1 << 31) if seed is None else seed
@@ -307,8 +310,10 @@ class VllmProcess:
             self._stays = False  # weights of what sees are never sent
             arguments |= {"skip_tokenizer_init": False, "mm_processor_cache_gb": 0, "skip_mm_profiling": on_cpu}
             arguments["mm_device_do_normalize"] = False  # ours has done it
-        if self._sharing > 1:
-            arguments["gpu_memory_utilization"] = GPU_SHARE / self._sharing
+        if self._sharing > 1 or not on_cpu:
+            arguments["gpu_memory_utilization"] = self._gpu_share / self._sharing
+        if self.sleeps and not on_cpu:
+            arguments["enable_sleep_mode"] = True  # vLLM's CPU build refuses it; its engine pauses all the same
         if self._fp32_head:
             arguments["hf_overrides"] = {"head_dtype": "float32"}
         if self._adapters is not None:

@@ -49,6 +49,8 @@ class GroupInfo(WeightTransferInitInfo):  # type: ignore[misc]
     rank: int
     world: int
     device: str
+    transports: list[Any]
+    """Of ranks 1, 2, ..."""
     timeout_s: float
 
 
@@ -63,7 +65,7 @@ class VersionInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class BucketEngine(WeightTransferEngine[GroupInfo, VersionInfo]):  # type: ignore[misc]
-    """join -> (stage -> load) ... Registered with vLLM under BACKEND, for gloo and NCCL alike."""
+    """join -> (stage -> load) ... Registered with vLLM under BACKEND, for all transports alike."""
 
     init_info_cls = GroupInfo
     update_info_cls = VersionInfo
@@ -111,6 +113,7 @@ class BucketEngine(WeightTransferEngine[GroupInfo, VersionInfo]):  # type: ignor
             world=init_info.world,
             device="cpu" if init_info.device == "cpu" else str(self.device),
             timeout_s=init_info.timeout_s,
+            transports=init_info.transports,
         )
 
     def start_weight_update(self) -> None:

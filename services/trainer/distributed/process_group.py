@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from opentinker.shared.nn.transport import gloo_options
+from opentinker.shared.nn.collective_link import gloo_options
 from opentinker.shared.runtime.listening import interface_of, own_address
 
 HOST = "127.0.0.1"

@@ -14,20 +14,22 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import structlog
 
 from opentinker.services.trainer.learners.base import BUCKET_BYTES, SnapshotLike
 from opentinker.services.trainer.weights.swap_requests import SwapCalls, SwapFailure
+from opentinker.services.trainer.weights.transport_choice import place_of, transports
 from opentinker.shared.asyncio_tools import wait_event
 from opentinker.shared.backoff import exponential_delay_s
 from opentinker.shared.messaging.subjects import WAKE
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.types.core import Lease, WeightVersion, WorkerInfo
 from opentinker.shared.types.errors import JobFailed, TransportError
-from opentinker.shared.types.swap import SIMULATED, SwapReply
+from opentinker.shared.types.swap import SIMULATED, SwapReply, Transport
 
 if TYPE_CHECKING:
     from opentinker.shared.nn.transport import WeightGroup
@@ -67,6 +69,10 @@ class Publisher:
         self._not_before: dict[str, float] = {}
         self._failed_attempts = 0
         """Consecutive attempts that reached no worker."""
+        self._sleepers: list[WorkerInfo] = []
+        """Members whose engines must sleep during a step."""
+        self._moving = asyncio.Lock()
+        """Held while the group forms, while weights move, and while engines sleep."""
 
     def offer(self, snapshot: SnapshotLike) -> None:
         """Make this the version to publish; a transfer under way completes first."""
@@ -87,12 +93,32 @@ class Publisher:
         try:
             while True:
                 if self.ctx.bus.nc.is_connected:
-                    await self._update()
+                    async with self._moving:
+                        await self._update()
                 if await wait_event(self._wake, self._poll_s):
                     self._wake.clear()
         finally:
             await subscription.unsubscribe()
             self._leave()
+
+    @asynccontextmanager
+    async def room_for_step(self) -> AsyncIterator[None]:
+        """Run the body, an optimizer step, while engines sleep that have no room next to it on the trainer's GPU."""
+        async with self._moving if self._sleepers else nullcontext():
+            sleepers = list(self._sleepers)
+            self._note_failures(await self._calls.tell(sleepers, "sleep", self._generation))
+            try:
+                yield
+            finally:
+                if sleepers:
+                    await asyncio.to_thread(release_unused, self.device)
+                    self._note_failures(await self._calls.tell(sleepers, "wake", self._generation))
+
+    def _note_failures(self, answers: list[SwapReply | SwapFailure]) -> None:
+        """Log engines that did not obey: a step without room fails with a message, and a lost engine reports itself."""
+        for answer in answers:
+            if isinstance(answer, SwapFailure):
+                log.warning("engine_did_not_obey", why=answer.why)
 
     async def _update(self) -> None:
         wanted = await self._find_members()
@@ -154,9 +180,10 @@ class Publisher:
         """Form a new group of exactly these workers, or none."""
         self._leave()
         self._generation += 1
-        self._members = members
+        self._members, self._sleepers = members, []
         if not members:
             return
+        chosen = await self._transports(members)
         world, port = 1 + len(members), self._open_store(1 + len(members))
         commands = [
             self._calls.command(
@@ -166,19 +193,31 @@ class Publisher:
                 port=port,
                 rank=rank,
                 world=world,
-                device=self.device,
+                device="cpu" if transport in ("shared", "gloo") else self.device,
+                transports=chosen,
             )
-            for rank in range(1, world)
+            for rank, transport in enumerate(chosen, 1)
         ]
         problem, answers = await self._calls.call(
-            list(zip(members, commands, strict=True)), self._enter(port, world), self._timeout_s, self._give_up
+            list(zip(members, commands, strict=True)), self._enter(port, chosen), self._timeout_s, self._give_up
         )
         if problem or any(isinstance(answer, SwapFailure) for answer in answers):
             self._break_group(members, answers, problem)
             if self._is_own_fault(members, answers, problem):
                 self._count_failure(members, answers, problem)
             return
-        log.info("weight_group", generation=self._generation, rollout_workers=[w.id for w in members])
+        both = zip(members, answers, strict=True)
+        self._sleepers = [worker for worker, answer in both if isinstance(answer, SwapReply) and answer.sleeps]
+        used = chosen if self._group is None else self._group.transports
+        by_worker = dict(zip([w.id for w in members], used, strict=True))
+        log.info("weight_group", generation=self._generation, rollout_workers=by_worker)
+
+    async def _transports(self, members: list[WorkerInfo]) -> list[Transport]:
+        """Choose the transport of each member."""
+        own = next((w for w in await self.ctx.store.workers() if w.incarnation == self.lease.incarnation), None)
+        if own is None or self.device != "cuda":
+            return ["gloo"] * len(members)
+        return transports(place_of(own), [place_of(worker) for worker in members])
 
     def _open_store(self, world: int) -> int:
         """Open the group's rendezvous store and return its port; 0 for a learner without tensors, which needs none."""
@@ -192,7 +231,7 @@ class Publisher:
             raise JobFailed(f"{error}; see the setting advertise_host") from error
         return port
 
-    async def _enter(self, port: int, world: int) -> str:
+    async def _enter(self, port: int, chosen: list[Transport]) -> str:
         """Join a new group as the trainer. Returns an error message, or an empty string."""
         if self._store is None:
             return ""
@@ -204,10 +243,11 @@ class Publisher:
                 address=self.ctx.settings.advertise_host,
                 port=port,
                 rank=0,
-                world=world,
+                world=1 + len(chosen),
                 device=self.device,
                 timeout_s=self._timeout_s,
                 store=self._store,
+                transports=chosen,
             )
         except TransportError as error:
             self._give_up(str(error))
@@ -284,7 +324,7 @@ class Publisher:
         for worker, failure in _at_fault(members, answers, problem):
             self._back_off(worker, failure)
         self._leave()
-        self._members = []
+        self._members, self._sleepers = [], []
         self._wake.set()
 
     def _back_off(self, worker: WorkerInfo, failure: SwapFailure) -> None:
@@ -332,6 +372,14 @@ def _at_fault(
 
 def _addresses(workers: list[WorkerInfo]) -> set[str]:
     return {worker.address for worker in workers}
+
+
+def release_unused(device: str) -> None:
+    """Give memory that torch keeps for later tensors back to the GPU."""
+    if device == "cuda":
+        import torch
+
+        torch.cuda.empty_cache()
 
 
 def _slowest(replies: list[SwapReply]) -> dict[str, float]:

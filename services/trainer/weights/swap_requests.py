@@ -65,6 +65,11 @@ class SwapCalls:
         """Ping workers, regardless of their last heartbeat; one that is busy with an earlier swap fails."""
         return list(await asyncio.gather(*(self._ping(worker) for worker in workers)))
 
+    async def tell(self, workers: Sequence[WorkerInfo], action: str, generation: int) -> list[SwapReply | SwapFailure]:
+        """Send one command to all of them and wait for their answers."""
+        command = self.command(action=action, generation=generation)
+        return list(await asyncio.gather(*(self._request(worker, command) for worker in workers)))
+
     async def call(
         self,
         commands: Sequence[tuple[WorkerInfo, SwapCommand]],

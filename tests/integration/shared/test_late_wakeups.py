@@ -195,9 +195,12 @@ class Untouched:
     """An engine that must be left alone."""
 
     version = WeightVersion(1, 3)
+    sleeps = False
 
     def __init__(self) -> None:
         self.received: list[SwapCommand] = []
+
+    async def wake(self) -> None: ...
 
     async def join(self, command: SwapCommand) -> None:
         self.received.append(command)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from opentinker.services.rollout_worker.engines.base import EngineError, Scores
+from opentinker.services.rollout_worker.engines.base import EngineError, Sampling, Scores
 from opentinker.services.rollout_worker.engines.toy import ToyEngine
 from opentinker.services.rollout_worker.weight_receiver import WeightReceiver
 from opentinker.services.trainer.learners.rl import PROBE_TOKENS, RlLearner, choose_probe
@@ -184,3 +184,22 @@ def test_a_probe_is_short_and_leaves_room_for_a_token() -> None:
         )
 
     assert len(said(500)) == PROBE_TOKENS and len(said(10)) == 9 and said(2) == []
+
+
+async def test_engine_that_sleeps_generates_nothing_until_it_is_woken_or_another_trainer_comes(job: Store) -> None:
+    engine = ToyEngine(ToySpec(), eos_id=1, vocab_size=8, context_length=64, sleeps=True)
+    swaps = Swaps(job, None, engine)
+
+    async def told(action: str) -> SwapReply:
+        return await swaps.taker.answer(SwapCommand(job=JOB, epoch=1, action=action, generation=1, device=SIMULATED))
+
+    await swaps.join()
+    await swaps.send(1)
+    for waking in ("wake", "join"):
+        reply = await told("sleep")
+        assert reply.ok and reply.sleeps
+        asked = asyncio.create_task(engine.generate(waking, [2, 3], Sampling(max_tokens=4)))
+        await asyncio.sleep(0.1)  # without the sleep it would have answered at once
+        assert not asked.done()
+        assert (await told(waking)).ok
+        assert (await soon(asked)).ids

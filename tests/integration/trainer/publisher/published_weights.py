@@ -81,8 +81,11 @@ class FakeWorker:
         take: Callable[[SwapCommand], Awaitable[None]],
         job: str = FAKE,
         follows: str = "",
+        *,
+        sleeps: bool = False,
     ) -> None:
-        """`follows`: the job whose live policy `job` serves."""
+        """`follows`: the job whose live policy `job` serves. `sleeps`: its engine has no room during a step."""
+        self.sleeps = sleeps
         self.ctx, self.take = ctx, take
         self.info = WorkerInfo(
             id=name,
@@ -142,7 +145,14 @@ class FakeWorker:
             except SwapError as failure:
                 error = str(failure)
             self.busy = False
-        return SwapReply(worker=self.info.id, incarnation="i", ok=not error, error=error, version=self.version)
+        return SwapReply(
+            worker=self.info.id,
+            incarnation="i",
+            ok=not error,
+            error=error,
+            version=self.version,
+            sleeps=self.sleeps,
+        )
 
 
 async def takes(command: SwapCommand) -> None:

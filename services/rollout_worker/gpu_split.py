@@ -1,0 +1,146 @@
+"""Divides the memory of a GPU between the engines of a rollout worker and what else of the job is on it: the trainer,
+frozen models, other rollout workers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import structlog
+
+from opentinker.shared.data.gpu_memory import CONTEXT_BYTES, ModelSize, TrainingMemory, model_size, training_bytes
+from opentinker.shared.data.model_files import parameters_in
+from opentinker.shared.runtime.gpus import used_bytes
+from opentinker.shared.runtime.leased_worker import LeasedWorker
+from opentinker.shared.spec import JobSpec
+from opentinker.shared.spec.policies import spec_of
+from opentinker.shared.types.core import Gpu, Lease, Pool, WorkerInfo
+from opentinker.shared.types.errors import JobFailed
+
+log = structlog.get_logger()
+
+ALONE = 0.9
+"""Share of a GPU's memory for the engines of a rollout worker that has it for itself."""
+SPARE = 0.04
+"""Share that stays free on a GPU with several processes: plans are not exact, and allocators leave gaps."""
+KV_SHARE = 0.1
+"""An engine whose KV cache has less of the GPU's memory counts as one without room."""
+GB = 1e9
+
+
+class GpuSplit(NamedTuple):
+    """What the engines of a rollout worker may take."""
+
+    share: float = ALONE
+    """Of the GPU's memory, all engines together."""
+    sleeps: bool = False
+    """They give it to the trainer during each optimizer step."""
+    why: str = ""
+
+
+class Neighbours(NamedTuple):
+    """Bytes of the other processes of a job on the GPU."""
+
+    step: int
+    """At the peak of an optimizer step."""
+    rest: int
+    """Between steps."""
+    used: int
+    """Measured now, by all processes; some may still be loading."""
+    rollout_workers: int = 1
+    """Rollout workers on the GPU, this one included: they have equal parts."""
+
+
+def split(
+    total: int, engine: int, near: Neighbours, *, sleep: Literal["auto", "always", "never"], may_sleep: bool
+) -> GpuSplit:
+    """Divide `total` bytes. `engine`: bytes of the weights that the engines load. Raises JobFailed if there is no room.
+
+    Engines next to the step, if their KV cache keeps `KV_SHARE` of the GPU; otherwise engines that sleep during it.
+    """
+    if not near.step and near.rollout_workers == 1:
+        return GpuSplit()
+    needed = engine + int(KV_SHARE * total / near.rollout_workers)
+    told = f"{total / GB:.0f} GB: {near.step / GB:.1f} for a step of the trainer and frozen models"
+    beside = _share(total, max(near.step, near.used), near.rollout_workers)
+    if beside * total >= needed and sleep != "always":
+        return GpuSplit(beside, False, f"{told}, {beside * total / GB:.1f} for this worker's engines")
+    between = _share(total, max(near.rest, near.used), near.rollout_workers)
+    if may_sleep and sleep != "never" and between * total >= needed:
+        held = f"{near.rest / GB:.1f} between steps"
+        return GpuSplit(between, True, f"{told} ({held}), so the engines sleep during steps")
+    if beside * total > engine and sleep != "always":
+        return GpuSplit(beside, False, f"{told}, which leaves {beside * total / GB:.1f}: a small KV cache")
+    raise JobFailed(
+        f"the trainer and a rollout worker share a GPU of {told}; the engines need {needed / GB:.1f}, and "
+        f"{max(beside, between) * total / GB:.1f} are left. Set train.gradient_checkpointing, a smaller "
+        "train.tokens_per_micro_batch or model.lora, or give the rollout worker another GPU"
+    )
+
+
+def _share(total: int, taken: int, rollout_workers: int) -> float:
+    return max(0.0, min(ALONE, 1.0 - SPARE - taken / total) / rollout_workers)
+
+
+async def gpu_split(worker: LeasedWorker, lease: Lease, spec: JobSpec, model: str) -> GpuSplit:
+    """Return what the engines of this worker may take, and report it in the job's events where the GPU is shared or
+    the spec says how much. `model`: what they load."""
+    sleeps = spec.rollout.sleep == "always"
+    if spec.rollout.toy is not None or not worker.info.gpus:
+        return GpuSplit(sleeps=sleeps)
+    if (share := spec.rollout.gpu_memory_utilization) is not None:
+        found = GpuSplit(share, sleeps, "rollout.gpu_memory_utilization")
+    else:
+        gpu, others = worker.info.gpus[0], await worker.ctx.store.workers()
+        used = await asyncio.to_thread(used_bytes, gpu.uuid)
+        near = await asyncio.to_thread(neighbours, spec, lease.job, gpu, others, used or 0)
+        engine = await asyncio.to_thread(weight_bytes, model, spec.model.dtype)
+        found = split(gpu.memory, engine, near, sleep=spec.rollout.sleep, may_sleep=len(spec.policies) < 2)
+    if found.why:
+        detail = {**found._asdict(), "worker": worker.info.id}
+        await worker.ctx.store.update(lease.job, event="engine_memory", detail=detail)
+    return found
+
+
+def neighbours(spec: JobSpec, job: str, gpu: Gpu, workers: list[WorkerInfo], used: int) -> Neighbours:
+    """Return what other processes on the GPU take or will take for the job. Blocking: reads configurations."""
+    here = [w for w in workers if any(own.uuid == gpu.uuid for own in w.gpus)]
+    rollout_workers = max(1, sum(w.pool == Pool.ROLLOUT for w in here))
+    step = rest = 0
+    if spec.resources.trainer_gpus and any(w.pool == Pool.TRAINER and w.job == job for w in here):
+        for memory in planned(spec):
+            step, rest = step + memory.total, rest + memory.weights + memory.moments + memory.snapshot
+        step, rest = step + CONTEXT_BYTES, rest + CONTEXT_BYTES
+    if any(w.pool == Pool.REFERENCE for w in here):
+        frozen = [(spec.model.base, spec.model.dtype)] if spec.algorithm.kl_coef > 0 else []
+        frozen += [(one.base, one.dtype) for one in (spec.teacher, spec.value_model) if one is not None]
+        frozen += [(one.base, one.dtype) for one in spec.reward_models]
+        held = sum(weight_bytes(*model) for model in frozen) + CONTEXT_BYTES if frozen else 0
+        step, rest = step + held, rest + held
+    return Neighbours(step, rest, used, rollout_workers)
+
+
+def weight_bytes(base: str, dtype: str) -> int:
+    """Return the size of a model's weights; 0 if they are not on this machine."""
+    return int(parameters_in(Path(base).expanduser()) or 0) * (2 if dtype == "bfloat16" else 4)
+
+
+def planned(spec: JobSpec) -> list[TrainingMemory]:
+    """Return the memory plan of each policy's trainer; of models of unknown dimensions nothing."""
+    found = []
+    for own in (spec_of(spec, name) for name in spec.policies or ("",)):
+        size = _size_of(own.model.base)
+        if size is None:
+            log.warning("memory_not_planned", model=own.model.base)
+            continue
+        found.append(training_bytes(own, size))
+    return found
+
+
+def _size_of(base: str) -> ModelSize | None:
+    try:
+        return model_size(json.loads((Path(base).expanduser() / "config.json").read_text()))
+    except (OSError, ValueError):
+        return None
