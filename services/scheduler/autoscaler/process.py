@@ -1,8 +1,8 @@
 """Launcher for one machine: runs trainers and rollout workers as processes that outlive the scheduler.
 
 Each slot has a share of the GPUs that the scheduler's process sees: GPUs over slots, trainers first. If there are fewer
-GPUs than slots, the remaining slots see none; GPUs of a running process that was started under other settings are not
-shared. This module sets what each process needs: the servers, its passwords, its name, its GPUs.
+GPUs than slots, several slots share one; otherwise a GPU of a running process that was started under other settings is
+not shared. This module sets what each process needs: the servers, its passwords, its name, its GPUs.
 `shared/runtime/launched_processes.py` describes the files that record running processes.
 """
 
@@ -23,7 +23,7 @@ from opentinker.services.scheduler.placement.types import Gpus
 from opentinker.shared.config import Settings
 from opentinker.shared.messaging.subjects import ROLLOUT, TRAINER
 from opentinker.shared.runtime import launched_processes
-from opentinker.shared.runtime.gpus import ORDER, VISIBLE, parted, pin_of, visible
+from opentinker.shared.runtime.gpus import ORDER, VISIBLE, pin_of, shares, visible
 from opentinker.shared.security.secrets import AWS
 from opentinker.shared.settings_sources import PREFIX
 from opentinker.shared.types.core import Gpu, Pool
@@ -52,7 +52,9 @@ class ProcessLauncher:
         """By name, when it was told to end; monotonic."""
         most = {Pool.TRAINER: settings.launcher_trainers, Pool.ROLLOUT: settings.launcher_rollout_workers}
         self._visible = visible()
-        self._parts = parted(self._visible, [name for pool in most for name in names_of(self.prefix, pool, most[pool])])
+        names = [name for pool in most for name in names_of(self.prefix, pool, most[pool])]
+        self._parts = shares(self._visible, names)
+        self._shared = len(self._visible) < len(names)
         self._held: dict[str, set[str]] = {}
         """By name of what runs, the GPUs that it sees, as they were told to it."""
         for file in self._passwords(Pool.TRAINER) | self._passwords(Pool.ROLLOUT):
@@ -68,9 +70,11 @@ class ProcessLauncher:
 
     def _part(self, name: str) -> list[Gpu]:
         """Return the GPUs that the process sees if it runs; otherwise its share, without those that another process
-        still sees."""
+        still sees, unless there are too few for all."""
         if (held := self._held.get(name)) is not None:
             return [gpu for gpu in self._visible if str(gpu.index) in held]
+        if self._shared:
+            return self._parts.get(name, [])
         others = {gpu for held in self._held.values() for gpu in held}
         return [gpu for gpu in self._parts.get(name, []) if str(gpu.index) not in others]
 

@@ -113,16 +113,28 @@ async def test_each_process_sees_its_own_gpus_alone(alone: Settings, monkeypatch
     told = await environment_of(process.pid)
     assert (told["CUDA_VISIBLE_DEVICES"], told["CUDA_DEVICE_ORDER"]) == ("0,1", "PCI_BUS_ID")
 
-    more = alone.model_copy(update={"launcher_trainers": 3, "launcher_rollout_workers": 1})
+    more = alone.model_copy(update={"launcher_trainers": 3, "launcher_rollout_workers": 0})
     after = ProcessLauncher(more)  # GPUs 0, 1, 2 would be those of its trainers now
     await after.running()
-    names = [f"{HERE}-trainer-0", f"{HERE}-trainer-1", f"{HERE}-trainer-2", f"{HERE}-rollout-0"]
+    names = [f"{HERE}-trainer-0", f"{HERE}-trainer-1", f"{HERE}-trainer-2"]
     seen = {name: pin_of(after._part(name)) for name in names}
-    assert seen == dict(zip(names, ["0,1", "", "2", ""], strict=True)), "what still runs keeps what it has"
+    assert seen == dict(zip(names, ["0,1", "", "2"], strict=True)), "what still runs keeps what it has"
     await after.start(Pool.TRAINER, f"{HERE}-trainer-1")
     second = launched_processes.read(launched_processes.folder(alone.data_dir) / f"{HERE}-trainer-1.json")
     assert second is not None and (await environment_of(second.pid))["CUDA_VISIBLE_DEVICES"] == ""
     for child in (*launcher._children.values(), *after._children.values()):
+        child.kill()
+        child.wait()
+
+
+async def test_one_gpu_is_for_all(alone: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, fake_nvml(1))
+    launcher = ProcessLauncher(alone.model_copy(update={"launcher_trainers": 1, "launcher_rollout_workers": 2}))
+    await launcher.start(Pool.TRAINER, f"{HERE}-trainer-0")
+    await launcher.running()
+    names = [f"{HERE}-trainer-0", f"{HERE}-rollout-0", f"{HERE}-rollout-1"]
+    assert [pin_of(launcher._part(name)) for name in names] == ["0", "0", "0"]
+    for child in launcher._children.values():
         child.kill()
         child.wait()
 
