@@ -1,4 +1,4 @@
-# Targets: setup dashboard browser games helm run test test-fast test-nightly compose-test simulation check load learning docs locks clean.
+# Targets: setup dashboard browser games helm run test test-fast test-nightly compose-test simulation check load learning gpu-check gpu-wheels docs locks clean.
 # A clean machine needs python3 (3.11 to 3.13) with pip and venv.
 
 PYTHON ?= python3
@@ -14,7 +14,7 @@ MODULES  := dashboard/node_modules/.package-lock.json
 SERVED   := services/scheduler
 PAGE     := $(SERVED)/page/index.html
 
-.PHONY: setup dashboard browser games helm run run-gsm8k test test-fast test-nightly compose-test simulation check load learning docs locks clean
+.PHONY: setup dashboard browser games helm run run-gsm8k test test-fast test-nightly compose-test simulation check load learning gpu-check gpu-wheels docs locks clean
 
 setup: $(STAMP)
 	@$(MAKE) --no-print-directory dashboard || echo "The dashboard is not built, for the reason above; all else works without it. Again: make dashboard"
@@ -120,6 +120,18 @@ load: setup
 # Every preset on three small tasks; most of an hour of CPU time.
 learning: setup
 	$(BIN)/python -m examples.learning_table
+
+# Everything of ours that runs on a GPU, in under nine minutes and in one table (docs/gpu.md). GPU_PYTHON is any Python
+# with a CUDA torch; what it lacks comes from the wheels, without internet. `make gpu-wheels` packs those elsewhere,
+# GPU_WITHOUT="transformers pillow" without some that it has.
+GPU_PYTHON         ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+GPU_PYTHON_VERSION ?= 3.12
+GPU_WHEELS         ?= runs/gpu-wheels
+gpu-check:
+	$(GPU_PYTHON) loadtest/gpu/bootstrap.py --wheels $(GPU_WHEELS)
+
+gpu-wheels: setup
+	$(BIN)/python -m loadtest.gpu.wheels --folder $(GPU_WHEELS) --python $(GPU_PYTHON_VERSION) --without $(GPU_WITHOUT)
 
 docs: setup
 	$(BIN)/opentinker spec --markdown > docs/job-spec.md

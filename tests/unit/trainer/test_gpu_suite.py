@@ -1,0 +1,127 @@
+"""The GPU suite's own logic: what it starts with, what its table says, and its checks with tiny shapes on the CPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import orjson
+import pytest
+import torch
+
+from loadtest.gpu import __main__ as suite
+from loadtest.gpu import bootstrap
+from loadtest.gpu._bench import Bench, Finding, Skipped, at_least, at_most
+from loadtest.gpu._models import FOUR, HALF, ONE_AND_A_HALF, TINY, made
+from opentinker.shared.data.gpu_memory import ModelSize, model_size, training_bytes
+from opentinker.shared.data.model_files import parameters_in
+from opentinker.shared.nn import attention
+from tests.support.learning import torch_spec
+
+QUICK = ("attention", "reference", "memory", "speed")
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench("cpu", True, tmp_path)
+
+
+def test_checks_pass_on_the_cpu(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    table = suite.run(bench, [*QUICK], 500.0)
+    said = capsys.readouterr().out
+    assert table.bad == 0, said
+    assert "| attention | attention, bf16, 8/2 heads of 64: output |" in said
+    assert "memory is measured on GPUs alone" in said and "all good, 3 skipped" in said
+    for name in ("0.5B", "1.5B", "4B"):
+        assert name not in said, "no figure of a tiny model stands under a real one's name"
+
+
+def test_wrong_attention_is_a_bad_line(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = attention._row_by_row
+    monkeypatch.setattr(attention, "_row_by_row", lambda *given: real(*given) * 1.1)
+    assert suite.run(bench, ["attention"], 500.0).bad
+
+
+def test_what_raises_and_what_is_late_is_bad_and_the_rest_runs(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(_: Bench) -> Iterator[Finding]:
+        yield at_most("first", 1.0, 2.0)
+        raise RuntimeError("CUDA error: out of luck\nmore")
+
+    def lacking(_: Bench) -> Iterator[Finding]:
+        raise Skipped("a second GPU is needed")
+        yield
+
+    def fine(_: Bench) -> Iterator[Finding]:
+        yield at_least("last", 3.0, 2.0)
+
+    monkeypatch.setitem(suite.SUBJECTS, "weights", (broken, lacking, fine))
+    table = suite.run(bench, ["weights"], 500.0)
+    said = capsys.readouterr().out
+    assert (table.bad, table.skipped) == (1, 1)
+    assert "RuntimeError: CUDA error: out of luck" in said and "a second GPU is needed" in said and "| last |" in said
+    assert suite.run(bench, ["weights"], -1.0).bad == 3
+
+
+def test_numbers_that_are_none_are_bad() -> None:
+    assert not at_most("x", float("nan"), 1.0).good and not at_least("x", float("nan"), 1.0).good
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_what_is_missing() -> None:
+    ran = subprocess.run([sys.executable, bootstrap.__file__], capture_output=True, text=True, check=False)
+    assert ran.returncode == bootstrap.NO_GPU
+    assert "is a build without CUDA" in ran.stderr or "finds no GPU" in ran.stderr
+
+
+def wheel(folder: Path, name: str, number: str) -> None:
+    (folder / f"{name}-{number}-py3-none-any.whl").touch()
+
+
+def test_only_missing_and_old_packages_come_from_the_wheels(tmp_path: Path) -> None:
+    for name, number in (
+        *(("numpy", "2.5.5"), ("msgspec", "0.22.0"), ("transformers", "5.19.0"), ("huggingface_hub", "2.4.0")),
+        *(("pydantic", "2.14.4"), ("pydantic_core", "2.50.5"), ("idna", "3.20")),
+    ):
+        wheel(tmp_path, name, number)
+    have = {
+        **{"numpy": (2, 0), "transformers": (5, 2), "huggingface-hub": (2, 0), "pydantic": (2, 12)},
+        **{"pydantic-core": (2, 41), "idna": (3, 1)},
+    }
+    chosen = [path.name.split("-")[0] for path in bootstrap.wheels_to_install(tmp_path, have)]
+    assert chosen == ["huggingface_hub", "msgspec", "transformers"]
+    assert "msgspec" in bootstrap.lacking(have) and "numpy" not in bootstrap.lacking(have)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("2.11.0+cu130", (2, 11, 0)), ("5.16.1", (5, 16, 1)), ("2.13.0a1", (2, 13, 0)), ("29", (29,))],
+)
+def test_versions_are_their_leading_numbers(text: str, expected: tuple[int, ...]) -> None:
+    assert bootstrap.version(text) == expected
+
+
+def test_shapes_have_the_size_that_they_are_named_for() -> None:
+    for shape, billions in ((HALF, 0.5), (ONE_AND_A_HALF, 1.5), (FOUR, 4.0)):
+        assert shape.matrix_parameters / 1e9 == pytest.approx(billions, rel=0.1)
+    assert TINY.operations([10]) == 6 * 10 * TINY.matrix_parameters + 12 * 2 * 64 * 50
+
+
+def test_memory_is_planned_from_the_config(bench: Bench) -> None:
+    base = made(bench, TINY)
+    size = model_size(orjson.loads((base / "config.json").read_bytes()))
+    assert size == ModelSize(64, 128, 2, 64, 32, 64, True)
+    count = parameters_in(base)
+    assert count is not None and abs(size.parameters - count) < 0.01 * count
+    full = training_bytes(torch_spec(base, model={"dtype": "bfloat16"}), size)
+    assert full.weights == full.gradients == 4 * size.parameters and full.moments == 2 * full.weights
+    assert full.casts == full.snapshot == 2 * size.parameters
+    short = training_bytes(torch_spec(base, train={"gradient_checkpointing": True}), size)
+    assert short.activations < training_bytes(torch_spec(base), size).activations
+    lora = training_bytes(torch_spec(base, model={"lora": {"rank": 4}}), size)
+    assert lora.total < full.total and lora.moments < full.moments / 10
+    assert model_size({"hidden_size": 8}) is None
+    assert model_size({**orjson.loads((base / "config.json").read_bytes()), "num_experts": 8}) is None
