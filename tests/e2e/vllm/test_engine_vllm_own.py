@@ -249,6 +249,34 @@ def children() -> list[int]:
     return [int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()]
 
 
+async def test_requests_survive_a_sleep_and_continue_under_the_same_weights(untied: Path) -> None:
+    """All but the memory: vLLM's CPU worker gives none back."""
+    sampling, sampled = Sampling(max_tokens=200, seed=1), 0
+
+    def note(ids: list[int], *_: object) -> None:
+        nonlocal sampled
+        sampled += len(ids)
+
+    async with started(untied, sleeps=True, context_length=512) as engine:
+        trainer, weights = await Trainer(engine).form(), other_weights(untied, 1)
+        await trainer.publish(WeightVersion(1, 1), weights.named_parameters())
+        asked = asyncio.create_task(engine.generate("a", PROMPT, sampling, note))
+        while sampled < 10:
+            await asyncio.sleep(0.005)
+        for _ in range(2):
+            await engine.sleep()
+        later = asyncio.create_task(engine.generate("b", PROMPT, Sampling(max_tokens=4, seed=2)))
+        before = sampled
+        await asyncio.sleep(0.5)  # many times as long as a token takes
+        assert sampled <= before + 1 and not asked.done() and not later.done()
+        for _ in range(2):
+            await engine.wake()
+        done = await soon(asked)
+        assert (await soon(later)).ids
+        await trainer.publish(WeightVersion(1, 2), weights.named_parameters())
+    assert worst(done, expected(weights, PROMPT, done, sampling)) < TOLERANCE
+
+
 async def test_a_model_that_does_not_exist_is_named(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="nowhere"):
         await vllm_engine(str(tmp_path / "nowhere")).start()
