@@ -251,18 +251,18 @@ def children() -> list[int]:
 
 async def test_requests_survive_a_sleep_and_continue_under_the_same_weights(untied: Path) -> None:
     """All but the memory: vLLM's CPU worker gives none back."""
-    sampling, sampled = Sampling(max_tokens=200, seed=1), 0
+    sampling, sampled, begun = Sampling(max_tokens=200, seed=1), 0, asyncio.Event()
 
     def note(ids: list[int], *_: object) -> None:
         nonlocal sampled
         sampled += len(ids)
+        begun.set()
 
     async with started(untied, sleeps=True, context_length=512) as engine:
         trainer, weights = await Trainer(engine).form(), other_weights(untied, 1)
         await trainer.publish(WeightVersion(1, 1), weights.named_parameters())
         asked = asyncio.create_task(engine.generate("a", PROMPT, sampling, note))
-        while sampled < 10:
-            await asyncio.sleep(0.005)
+        await soon(begun.wait())
         for _ in range(2):
             await engine.sleep()
         later = asyncio.create_task(engine.generate("b", PROMPT, Sampling(max_tokens=4, seed=2)))
