@@ -37,6 +37,7 @@ from opentinker.shared.asyncio_tools import Notifier, sleep, wait_event
 from opentinker.shared.data.readable_paths import check_opened
 from opentinker.shared.messaging.bus import ACK_WAIT_S, ConsumerDeleted, Delivery, StreamFull, TooLarge
 from opentinker.shared.messaging.subjects import GROUP, SCORE, SCORES, Subject
+from opentinker.shared.runtime.gpus import visible
 from opentinker.shared.runtime.service import Context, first_failure
 from opentinker.shared.runtime.telemetry import CLUSTER, Meters, Reporter
 from opentinker.shared.runtime.timeline import LanesByJob
@@ -89,7 +90,8 @@ class ReferenceForward:
         self.groups = self.tokens = 0
         self.meters = Meters()
         self.lanes = LanesByJob(ctx.bus, ctx.worker)
-        self.info = worker_info(ctx.worker, Pool.REFERENCE, status="ready")
+        gpus = visible() if ctx.settings.reference_device == "cuda" else []
+        self.info = worker_info(ctx.worker, Pool.REFERENCE, status="ready", gpus=gpus)
 
     async def serve(self) -> None:
         try:

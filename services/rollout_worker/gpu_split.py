@@ -105,11 +105,12 @@ async def gpu_split(worker: LeasedWorker, lease: Lease, spec: JobSpec, model: st
 
 
 def neighbours(spec: JobSpec, job: str, gpu: Gpu, workers: list[WorkerInfo], used: int) -> Neighbours:
-    """Return what other processes on the GPU take or will take for the job. Blocking: reads configurations."""
+    """Return what other processes on the GPU take or will take for the job: an idle trainer may be about to begin.
+    Blocking: reads configurations."""
     here = [w for w in workers if any(own.uuid == gpu.uuid for own in w.gpus)]
     rollout_workers = max(1, sum(w.pool == Pool.ROLLOUT for w in here))
     step = rest = 0
-    if spec.resources.trainer_gpus and any(w.pool == Pool.TRAINER and w.job == job for w in here):
+    if spec.resources.trainer_gpus and any(w.pool == Pool.TRAINER and w.job in (job, None) for w in here):
         for memory in planned(spec):
             step, rest = step + memory.total, rest + memory.weights + memory.moments + memory.snapshot
         step, rest = step + CONTEXT_BYTES, rest + CONTEXT_BYTES

@@ -193,7 +193,7 @@ class Publisher:
                 port=port,
                 rank=rank,
                 world=world,
-                device="cpu" if transport in ("shared", "gloo") else self.device,
+                device="cpu" if self.device == "cuda" and transport in ("shared", "gloo") else self.device,
                 transports=chosen,
             )
             for rank, transport in enumerate(chosen, 1)

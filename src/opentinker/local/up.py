@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import structlog
@@ -274,7 +275,20 @@ def _gpus(plan: Plan) -> dict[str, dict[str, str]]:
     pinned = gpus.pinned(found, own) or {"scheduler": gpus.pin_of(found)}
     shared = next(iter(pinned.values()))
     pins = {name: pinned.get(name, shared if name.startswith("reference-") else "") for name in names}
-    return {name: {gpus.VISIBLE: pin, **gpus.ORDER} for name, pin in pins.items()}
+    given = {name: {gpus.VISIBLE: pin, **gpus.ORDER} for name, pin in pins.items()}
+    if "reference_device" not in load_settings().model_fields_set and _torch_has_cuda():
+        for name in names:
+            if name.startswith("reference-"):
+                given[name][f"{PREFIX}REFERENCE_DEVICE"] = "cuda"
+    return given
+
+
+def _torch_has_cuda() -> bool:
+    """Return whether the installed torch may be a build for GPUs, without importing it."""
+    try:
+        return not version("torch").endswith("+cpu")
+    except PackageNotFoundError:
+        return False
 
 
 async def _until_told(supervisor: Supervisor, servers: EmbeddedServers, tell: Callable[[str], None]) -> None:

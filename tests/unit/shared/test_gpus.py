@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from opentinker.local import up
 from opentinker.local.up import Plan, service_specs
 from opentinker.services.scheduler.placement.gpu_matching import described
 from opentinker.services.scheduler.placement.types import NO_GPUS, Gpus
@@ -88,6 +89,21 @@ def test_gpus_are_split_between_trainers_and_rollout_workers(tmp_path: Path, mon
     }
     assert given(1, rollout_workers=2)["rollout-1"] == "0", "one for all"
     assert set(given(0).values()) == {None}, "nothing is said where there is none"
+
+
+def test_reference_forward_uses_the_gpu_if_its_torch_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def device(torch: str) -> str | None:
+        monkeypatch.setattr(up, "version", lambda _: torch)
+        specs = service_specs(Plan(data_dir=tmp_path), 8080, "nats://n", "redis://r")
+        return {spec.name: spec.env.get("OPENTINKER_REFERENCE_DEVICE") for spec in specs}["reference-0"]
+
+    install(monkeypatch, fake_nvml(1))
+    assert (device("2.13.0"), device("2.13.0+cu130"), device("2.13.0+cpu")) == ("cuda", "cuda", None)
+    monkeypatch.setenv("OPENTINKER_REFERENCE_DEVICE", "cpu")
+    assert device("2.13.0") is None, "it stays what the settings say"
+    monkeypatch.delenv("OPENTINKER_REFERENCE_DEVICE")
+    install(monkeypatch, fake_nvml(0))
+    assert device("2.13.0") is None
 
 
 def test_the_scheduler_has_what_it_starts_workers_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
