@@ -28,8 +28,14 @@ SUBJECTS: dict[str, tuple[Check, ...]] = {
     "attention": (attention.kernel, attention.model),
     "precision": (precision.half_precision, precision.recomputed_layers, precision.masters),
     "reference": (reference.logprobs, reference.speed),
-    "weights": (weights.same_device, weights.shared_memory, weights.several_devices, weights.mixed),
-    "job": (job.learning, job.services, job.vllm),
+    "weights": (
+        weights.same_device,
+        weights.shared_memory,
+        weights.several_devices,
+        weights.mixed,
+        weights.lost_member,
+    ),
+    "job": (job.learning, job.services, job.sleeping, job.vllm),
     "memory": (memory.all_weights, memory.layers_recomputed, memory.adapter),
     "speed": (speed.half, speed.one_and_a_half, speed.four),
 }

@@ -89,6 +89,12 @@ def services(bench: Bench) -> Iterator[Finding]:
     yield from _run(bench, "services", {"engine": "toy", "toy": {"skill": 0.5}, "max_tokens": 6}, kl=0.01)
 
 
+def sleeping(bench: Bench) -> Iterator[Finding]:
+    """The same with an engine that sleeps during each step."""
+    toy = {"engine": "toy", "toy": {"skill": 0.5}, "max_tokens": 6, "sleep": "always"}
+    yield from _run(bench, "sleeping", toy, kl=0.0)
+
+
 def vllm(bench: Bench) -> Iterator[Finding]:
     """The same with vLLM, on the trainer's GPU."""
     if not bench.on_gpu or importlib.util.find_spec("vllm") is None:

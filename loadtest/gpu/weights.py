@@ -10,7 +10,9 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from loadtest.gpu._bench import Bench, Finding, Skipped, holds
+from opentinker.shared.nn.shared_segment import DIRECTORY, PREFIX
 from opentinker.shared.nn.transport import WeightGroup, host_store
+from opentinker.shared.types.errors import TransportError
 from opentinker.shared.types.swap import Transport
 
 ADDRESS = "127.0.0.1"
@@ -43,6 +45,43 @@ def mixed(bench: Bench) -> Iterator[Finding]:
     """One group of all kinds of members that the machine allows."""
     transports: list[Transport] = ["ipc", "shared", "gloo"] if bench.on_gpu else ["shared", "gloo"]
     yield from _carried(bench, transports, ["cuda", "cpu", "cpu"] if bench.on_gpu else ["cpu", "cpu"])
+
+
+def lost_member(bench: Bench) -> Iterator[Finding]:
+    """A killed member is noticed in time, the next group forms, and no shared memory stays behind."""
+    transport: Transport = "ipc" if bench.on_gpu else "shared"
+    before = {path.name for path in DIRECTORY.glob(f"{PREFIX}*")}
+    for killed in (True, False):
+        store, port = host_store(ADDRESS, 2, TIMEOUT_S)
+        told = [str(port), "2", "4096", "1", "1", transport]
+        argv = [sys.executable, "-m", MEMBER, "1", bench.device, *told]
+        member = subprocess.Popen(argv, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)
+        try:
+            group = WeightGroup.join(
+                address=ADDRESS, port=port, rank=0, world=2, device=bench.device, timeout_s=TIMEOUT_S, store=store,
+                transports=[transport],
+            )  # fmt: skip
+            if killed:
+                member.kill()
+                member.wait()
+                group.timeout_s = 1.0
+            lost = ""
+            try:
+                for version in range(2 if killed else 1):  # it may have taken the first before it was killed
+                    group.send([contents(4096, version, 0, bench.device)])
+            except TransportError as error:
+                lost = str(error)
+            if killed:
+                yield holds(f"{transport}: a killed member is noticed", "timed out" in lost, lost or "it was not")
+            else:
+                said = member.communicate(timeout=TIMEOUT_S)[0].strip()
+                yield holds(f"{transport}: the next group carries", said == "good" and not lost, lost or said)
+            group.close()
+        finally:
+            member.kill()
+            member.communicate()
+    left = {path.name for path in DIRECTORY.glob(f"{PREFIX}*")} - before
+    yield holds("no shared memory is left", not left, ", ".join(sorted(left)) or "none")
 
 
 def _carried(

@@ -65,7 +65,7 @@ def test_models_that_fit_in_no_way_fail_the_job() -> None:
 
 
 def test_rollout_workers_on_one_gpu_have_equal_parts() -> None:
-    assert divided(2 * GB, Neighbours(0, 0, 0, 2)).share == pytest.approx(0.96 / 2)
+    assert divided(2 * GB, Neighbours(0, 0, 0, 2)).share == pytest.approx(ALONE / 2)
     assert divided(2 * GB, Neighbours(20 * GB, 12 * GB, 0, 2)).share == pytest.approx((0.96 - 20 / 80) / 2)
 
 
