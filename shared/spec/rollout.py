@@ -13,7 +13,7 @@ from opentinker.shared.types.mistakes import fill, mistake, unused
 AdapterServing = Literal["auto", "merged", "adapter"]
 MAX_OPEN_GROUPS = 16_384
 """Episodes that one rollout worker plays."""
-TOY_IGNORES = {"temperature", "top_p", "top_k", "stop", "lora", "sleep"}
+TOY_IGNORES = {"temperature", "top_p", "top_k", "stop", "lora", "gpu_memory_utilization"}
 ELSEWHERE = ("served:", "http://", "https://", "ws://", "wss://")
 """How names begin of environments that run where their users run them."""
 
