@@ -119,12 +119,15 @@ def _run(bench: Bench, name: str, rollout: dict[str, Any], kl: float) -> Iterato
     environ = dict(os.environ) | ({"OPENTINKER_REFERENCE_DEVICE": "cuda"} if bench.on_gpu else {})
     began = bench.now()
     argv = [sys.executable, "-m", "opentinker.cli", "run", str(file), "--data-dir", str(home), "--json"]
-    ran = subprocess.run(argv, env=environ, capture_output=True, text=True, check=False, timeout=JOB_TIMEOUT_S)
+    try:
+        ran = subprocess.run(argv, env=environ, capture_output=True, text=True, check=False, timeout=JOB_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        _show_logs(home)
+        raise
     seconds = bench.now() - began
     if ran.returncode:
         sys.stderr.write(f"{ran.stdout[-2000:]}\n{ran.stderr[-2000:]}\n")
-        for log in sorted((home / "logs").glob("*.log")):
-            sys.stderr.write(f"===== {log.name}\n{log.read_text()[-2000:]}\n")
+        _show_logs(home)
     lines = [orjson.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
     done = max((line["step"] for line in lines if "step" in line), default=0)
     ending = next((line["job"]["state"] for line in reversed(lines) if "job" in line), f"exit status {ran.returncode}")
@@ -133,6 +136,12 @@ def _run(bench: Bench, name: str, rollout: dict[str, Any], kl: float) -> Iterato
     if bench.on_gpu:
         yield holds(f"job {name}: weights stay on the GPU", "ipc" in group, group)
     yield Finding(f"job {name}: from nothing to its end", f"{seconds:.1f} s")
+
+
+def _show_logs(home: Path) -> None:
+    """Print the end of each service's log to stderr."""
+    for log in sorted((home / "logs").glob("*.log")):
+        sys.stderr.write(f"===== {log.name}\n{log.read_text()[-2000:]}\n")
 
 
 def _weight_group(home: Path) -> str:
