@@ -16,6 +16,7 @@ from opentinker.shared.runtime.gpus import used_bytes
 from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.policies import spec_of
+from opentinker.shared.spec.train import engine_ranks
 from opentinker.shared.types.core import Gpu, Lease, Pool, WorkerInfo
 from opentinker.shared.types.errors import JobFailed
 
@@ -93,11 +94,15 @@ async def gpu_split(worker: LeasedWorker, lease: Lease, spec: JobSpec, model: st
     if (share := spec.rollout.gpu_memory_utilization) is not None:
         found = GpuSplit(share, sleeps, "rollout.gpu_memory_utilization")
     else:
-        gpu, others = worker.info.gpus[0], await worker.ctx.store.workers()
-        used = await asyncio.to_thread(used_bytes, gpu.uuid)
-        near = await asyncio.to_thread(neighbours, spec, lease.job, gpu, others, used or 0)
-        engine = await asyncio.to_thread(weight_bytes, model, spec.model.dtype)
-        found = split(gpu.memory, engine, near, sleep=spec.rollout.sleep, may_sleep=len(spec.policies) < 2)
+        ranks, others = engine_ranks(spec), await worker.ctx.store.workers()
+        engine = await asyncio.to_thread(weight_bytes, model, spec.model.dtype) // ranks
+        splits = []
+        for gpu in worker.info.gpus[:ranks]:  # vLLM takes the same share of each
+            used = await asyncio.to_thread(used_bytes, gpu.uuid)
+            near = await asyncio.to_thread(neighbours, spec, lease.job, gpu, others, used or 0)
+            may_sleep = len(spec.policies) < 2
+            splits.append(split(gpu.memory, engine, near, sleep=spec.rollout.sleep, may_sleep=may_sleep))
+        found = min(splits, key=lambda one: (not one.sleeps, one.share))
     if found.why:
         detail = {**found._asdict(), "worker": worker.info.id}
         await worker.ctx.store.update(lease.job, event="engine_memory", detail=detail)

@@ -312,8 +312,8 @@ class VllmProcess:
             arguments["mm_device_do_normalize"] = False  # ours has done it
         if self._sharing > 1 or not on_cpu:
             arguments["gpu_memory_utilization"] = self._gpu_share / self._sharing
-        if self.sleeps and not on_cpu:
-            arguments["enable_sleep_mode"] = True  # vLLM's CPU build refuses it; its engine pauses all the same
+        # vLLM's CPU build refuses sleep mode; its engine pauses all the same.
+        arguments["enable_sleep_mode"] = self.sleeps and not on_cpu
         if self._fp32_head:
             arguments["hf_overrides"] = {"head_dtype": "float32"}
         if self._adapters is not None:
