@@ -33,7 +33,8 @@ HEAVY = {
         "services.trainer.batch": "micro_batch row_batch token_metrics",
         "services.trainer.distributed": "multi_rank_learner process_group rank_main zero",
         "services.trainer.learners": "critic dpo optimizer_state policy_model rl sft supervised",
-        "shared.nn": "attention buckets forward grid_positions layers layout lora models transport vision",
+        "shared.nn": "attention buckets collective_link cuda_ipc forward grid_positions layers layout lora models "
+        "shared_segment slot_link transport vision",
     }.items()
     for name in names.split()
 }
