@@ -121,6 +121,8 @@ class WeightGroup:
         failed = f"rank {rank} could not join the weight group of {world} at {address}:{port}"
         proposed = list(transports) or ["nccl" if where.type == "cuda" else "gloo"] * (world - 1)
         offer: Offer | None = None
+        slot: SlotLink | None = None
+        formed = False
         try:
             reachable = own_address(address, port, timeout_s)
             store = store or dist.TCPStore(
@@ -128,7 +130,6 @@ class WeightGroup:
             )
             if where.type == "cuda" and torch.cuda.is_available():
                 torch.cuda.set_device(where)
-            slot: SlotLink | None = None
             if rank == 0:
                 offer = Offer.make(store, proposed, where)
                 _set_here(store, 0, "")
@@ -144,11 +145,14 @@ class WeightGroup:
             links += CollectiveLink.of(store, rank, agreed, reachable, timeout_s)
             if offer is not None:
                 links += offer.links(store, agreed)
+            formed = True
         except (RuntimeError, OSError) as error:
             raise TransportError(f"{failed} within {timeout_s:g} s: {first_line(error)}") from error
         finally:
             if offer is not None:
                 offer.withdraw()
+            if slot is not None and not formed:
+                slot.close()
         return cls(store, rank, where, timeout_s, links, agreed)
 
     def send(self, buckets: Sequence[torch.Tensor]) -> None:
