@@ -115,7 +115,7 @@ def test_memory_is_planned_from_the_config(bench: Bench) -> None:
     size = model_size(orjson.loads((base / "config.json").read_bytes()))
     assert size == ModelSize(64, 128, 2, 64, 32, 64, True)
     count = parameters_in(base)
-    assert count is not None and abs(size.parameters - count) < 0.01 * count
+    assert count is not None and abs(size.parameters - count) < 0.02 * count, "a small file is 1.6 % header"
     full = training_bytes(torch_spec(base, model={"dtype": "bfloat16"}), size)
     assert full.weights == full.gradients == 4 * size.parameters and full.moments == 2 * full.weights
     assert full.casts == full.snapshot == 2 * size.parameters
