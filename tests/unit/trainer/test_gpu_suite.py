@@ -122,6 +122,7 @@ def test_memory_is_planned_from_the_config(bench: Bench) -> None:
     short = training_bytes(torch_spec(base, train={"gradient_checkpointing": True}), size)
     assert short.activations < training_bytes(torch_spec(base), size).activations
     lora = training_bytes(torch_spec(base, model={"lora": {"rank": 4}}), size)
-    assert lora.total < full.total and lora.moments < full.moments / 10
+    assert lora.weights > full.weights, "the base and the adapter"
+    assert lora.moments < full.moments / 8 and lora.gradients < full.gradients / 8
     assert model_size({"hidden_size": 8}) is None
     assert model_size({**orjson.loads((base / "config.json").read_bytes()), "num_experts": 8}) is None
