@@ -19,10 +19,10 @@ from pathlib import Path
 
 import orjson
 
-from loadtest._machine import Others
-from loadtest._report import BASELINES, Report, lines, ratios, write
 from loadtest.scenarios.catalog import OWN, SCENARIOS
 from loadtest.scenarios.jobs import Options
+from loadtest.support.machine import Others
+from loadtest.support.report import BASELINES, Report, lines, ratios, write
 from opentinker.client import ApiError
 
 SHOWN = ("seconds", "rate", "jobs", "seed")

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
 
-from loadtest._machine import Meter
+from loadtest.support.machine import Meter
 from opentinker.envs.runtime.child_pool import ChildPool
 from opentinker.envs.runtime.resolver import Resolver
 from opentinker.envs.runtime.sessions import Sessions

@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from loadtest._machine import Others, own_s, verdict
+from loadtest.support.machine import Others, own_s, verdict
 from opentinker.shared.spec import LoraSpec
 
 if TYPE_CHECKING:

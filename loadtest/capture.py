@@ -24,7 +24,7 @@ import orjson
 import uvloop
 from aiohttp import web
 
-from loadtest._machine import Meter, keep, verdict
+from loadtest.support.machine import Meter, keep, verdict
 from opentinker.envs.agent import AgentEnvironment, Result
 from opentinker.envs.base import Action, EnvironmentConfig, Opening, Step
 from opentinker.shared.types.core import StopReason

@@ -18,9 +18,9 @@ from contextlib import contextmanager
 
 import uvloop
 
-from loadtest._machine import met
-from loadtest._players import Players, options
-from loadtest._processes import nats_pid, own_servers, started
+from loadtest.support.machine import met
+from loadtest.support.players import Players, options
+from loadtest.support.processes import nats_pid, own_servers, started
 from opentinker.envs.base import Action, Environment, Step, user
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.types.core import Message

@@ -22,8 +22,8 @@ from itertools import cycle
 import numpy as np
 import uvloop
 
-from loadtest._players import Players, Turns, options
 from loadtest.env_plane import serving
+from loadtest.support.players import Players, Turns, options
 from opentinker.local.trial_episode import Repeating, Tried, expert, play
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.runtime.reexec import below

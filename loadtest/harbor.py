@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import uvloop
 
-from loadtest._machine import QUIET_CORES, Others, own_s
+from loadtest.support.machine import QUIET_CORES, Others, own_s
 from opentinker.envs.harbor.boxes import Boxes
 from opentinker.envs.harbor.image import LAYERS, TaskImage
 from opentinker.envs.harbor.library import add, load_task

@@ -23,9 +23,9 @@ import aiohttp
 import numpy as np
 import uvloop
 
-from loadtest._machine import Meter, keep, verdict
-from loadtest._open_loop import Latencies, open_loop
-from loadtest._processes import own_scheduler, own_servers
+from loadtest.support.machine import Meter, keep, verdict
+from loadtest.support.open_loop import Latencies, open_loop
+from loadtest.support.processes import own_scheduler, own_servers
 from opentinker.shared.security.key_text import new_key
 
 GOOD_PER_S, BAD_PER_S, CONNECTIONS = 200, 1000, 20

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvloop
 
-from loadtest._machine import Meter, verdict
+from loadtest.support.machine import Meter, verdict
 from opentinker.services.rollout_worker.engines import vllm_startup
 from opentinker.services.rollout_worker.engines.base import Completion, Sampling
 from opentinker.shared.runtime.reexec import below

@@ -19,8 +19,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from loadtest._machine import verdict
 from loadtest.scenarios.jobs import job_of
+from loadtest.support.machine import verdict
 from opentinker.shared.spec import JobSpec, parse_spec
 from tests.support.cluster import Cluster, toy_cluster
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import structlog
 
-from loadtest._machine import Meter, keep, met
+from loadtest.support.machine import Meter, keep, met
 from opentinker.services.scheduler.placement.reconciler import Reconciler
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobState, Pool, WorkerInfo

@@ -35,9 +35,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import uvloop
 
-from loadtest._environments import PROMPT
-from loadtest._machine import Meter, met
 from loadtest.env_plane import serving
+from loadtest.support.environments import PROMPT
+from loadtest.support.machine import Meter, met
 from opentinker.services.rollout_worker.engines import vllm_startup
 from opentinker.services.rollout_worker.engines.base import Completion, Sampling
 from opentinker.services.rollout_worker.engines.toy import ToyEngine
@@ -83,7 +83,7 @@ async def play(bus: Bus, model: Path, options: argparse.Namespace, *, together: 
             "name": "rounds",
             "model": {"base": str(model)},
             "environment": {
-                "name": "loadtest._environments:Table",
+                "name": "loadtest.support.environments:Table",
                 "config": {"seats": options.seats, "together": together},
             },
             "algorithm": {"group_size": 2, "groups_per_batch": 1},

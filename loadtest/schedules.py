@@ -22,7 +22,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from loadtest._machine import Others, verdict
+from loadtest.support.machine import Others, verdict
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.spec.schedules import max_opponent_lag
 from opentinker.shared.types.core import part_id

@@ -16,8 +16,8 @@ import sys
 
 import uvloop
 
-from loadtest._processes import nats_pid, own_scheduler, own_servers, started
 from loadtest.env_plane import ENVIRONMENT, arguments_of, measure
+from loadtest.support.processes import nats_pid, own_scheduler, own_servers, started
 from opentinker.local.embedded import EmbeddedServers
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.spec import parse_spec

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import uvloop
 
-from loadtest._machine import Meter, verdict
+from loadtest.support.machine import Meter, verdict
 from opentinker.envs.runtime.tools.tool_factory import ToolFactory
 from opentinker.envs.tools import ToolTurns
 from opentinker.shared.config import Settings

@@ -36,7 +36,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AttentionInterface, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from examples.models.make_tiny import tiny_tokenizer
-from loadtest._machine import verdict
+from loadtest.support.machine import verdict
 from opentinker.envs.builtin import gsm8k
 from opentinker.services.trainer.batch import micro_batch
 from opentinker.services.trainer.learners.rl import RlLearner

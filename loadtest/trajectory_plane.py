@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 import uvloop
 
-from loadtest._groups import GROUP_SIZE, JOB, TOKENS, make_group
-from loadtest._machine import Meter, met
+from loadtest.support.groups import GROUP_SIZE, JOB, TOKENS, make_group
+from loadtest.support.machine import Meter, met
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.subjects import GROUP
 from opentinker.shared.types.trajectories import Group

@@ -18,8 +18,8 @@ import tomllib
 from pathlib import Path
 
 from examples.models.make_tiny import make_tiny
-from loadtest._machine import Others, verdict
-from loadtest._target import ROOT
+from loadtest.support.machine import Others, verdict
+from loadtest.support.target import ROOT
 from opentinker.shared.spec import JobSpec, parse_spec
 from tests.support.cluster import Cluster
 

@@ -14,13 +14,13 @@ import statistics
 import time
 from collections.abc import Awaitable, Callable
 
-from loadtest._open_loop import arrivals, open_loop
-from loadtest._report import Report
-from loadtest._target import target
 from loadtest.scenarios.dashboards import dashboards
 from loadtest.scenarios.jobs import END_S, SLEEPER, Options, job_of, life, reader, steps_of, until_step
 from loadtest.scenarios.scaling import slow_env, steady
 from loadtest.scenarios.service import measure
+from loadtest.support.open_loop import arrivals, open_loop
+from loadtest.support.report import Report
+from loadtest.support.target import target
 
 TENANTS = 4
 

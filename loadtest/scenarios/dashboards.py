@@ -19,11 +19,11 @@ import numpy as np
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from loadtest._groups import make_group
-from loadtest._open_loop import Latencies, arrivals, open_loop
-from loadtest._report import Report
-from loadtest._target import Target, target
 from loadtest.scenarios.jobs import Options, job_of, steps_of, training
+from loadtest.support.groups import make_group
+from loadtest.support.open_loop import Latencies, arrivals, open_loop
+from loadtest.support.report import Report
+from loadtest.support.target import Target, target
 from opentinker.client import AsyncClient
 from opentinker.local.discovery import read_state
 from opentinker.shared.api_types import MetricPoint

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from loadtest._report import Report
-from loadtest._target import Target
+from loadtest.support.report import Report
+from loadtest.support.target import Target
 from opentinker.client import ApiConflict, AsyncClient
 from opentinker.shared.api_types import MetricPoint
 
 T = TypeVar("T")
-SLEEPER = "loadtest._environments:Sleeper"
+SLEEPER = "loadtest.support.environments:Sleeper"
 LOOK_S = 0.02
 END_S = 180.0
 """A job ends within this time after the loaded phase."""

@@ -8,11 +8,11 @@ import statistics
 import time
 from dataclasses import dataclass, replace
 
-from loadtest._environments import Sleeper
-from loadtest._open_loop import arrivals, open_loop
-from loadtest._report import Report
-from loadtest._target import START_S, Target, target
 from loadtest.scenarios.jobs import SLEEPER, Options, job_of, reader, steps_of, training, until
+from loadtest.support.environments import Sleeper
+from loadtest.support.open_loop import arrivals, open_loop
+from loadtest.support.report import Report
+from loadtest.support.target import START_S, Target, target
 from opentinker.cli.planning.simulation import Pools, Work, predict
 from opentinker.client import AsyncClient
 from opentinker.serve.ws_server import listening

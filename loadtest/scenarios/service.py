@@ -25,10 +25,10 @@ from typing import Any
 import aiohttp
 import orjson
 
-from loadtest._open_loop import Latencies, arrivals, open_loop
-from loadtest._report import Report
-from loadtest._target import ROOT, Target, target
 from loadtest.scenarios.jobs import LOOK_S, SLEEPER, job_of, steps_of, until, until_step
+from loadtest.support.open_loop import Latencies, arrivals, open_loop
+from loadtest.support.report import Report
+from loadtest.support.target import ROOT, Target, target
 from opentinker.client import AsyncClient
 from opentinker.shared.api_types import Worker
 from tests.support.toys import toy_model

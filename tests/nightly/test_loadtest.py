@@ -14,14 +14,14 @@ import orjson
 import pytest
 
 from loadtest.__main__ import compared, options, run
-from loadtest._open_loop import Latencies, arrivals, open_loop
-from loadtest._report import Report, lines, ratios, write
-from loadtest._target import ROOT, target
 from loadtest.scenarios import service
 from loadtest.scenarios.dashboards import dashboards, polls
 from loadtest.scenarios.jobs import Options
 from loadtest.scenarios.scaling import SLEEP_S, WORK, Pace, compare
 from loadtest.scenarios.service import STATE_S
+from loadtest.support.open_loop import Latencies, arrivals, open_loop
+from loadtest.support.report import Report, lines, ratios, write
+from loadtest.support.target import ROOT, target
 from opentinker.cli.planning.simulation import Pools, predict
 
 

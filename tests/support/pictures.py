@@ -14,7 +14,7 @@ from pathlib import Path
 from playwright.async_api import ViewportSize, async_playwright
 
 from examples.models.make_tiny import make_tiny
-from loadtest._target import target
+from loadtest.support.target import target
 from tests.conftest import until
 from tests.support.cluster import ROOT
 

@@ -42,7 +42,7 @@ vllm_startup.prepare()
 
 import structlog  # noqa: E402 - vLLM reads its environment when it is imported
 import torch  # noqa: E402
-from transformers import AutoConfig  # noqa: E402
+from transformers import AutoConfig, PretrainedConfig  # noqa: E402
 from vllm import SamplingParams  # noqa: E402
 from vllm.config import WeightTransferConfig  # noqa: E402
 from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: E402
@@ -269,8 +269,8 @@ class VllmProcess:
     async def _load(self) -> None:
         self._llm = await asyncio.to_thread(self._build)
 
-    def _build(self) -> AsyncLLM:
-        on_cpu = not torch.cuda.is_available()
+    def _config(self, on_cpu: bool) -> PretrainedConfig:
+        """Return the model's config. Raises JobFailed, EngineError for what this engine cannot serve."""
         if Path(self.model).is_dir():
             os.environ.setdefault("HF_HUB_OFFLINE", "1")
             if why := code_in(Path(self.model)) or unsafe_weights_in(Path(self.model)):
@@ -284,6 +284,11 @@ class VllmProcess:
             raise EngineError(
                 f"this worker has {gpus} GPUs; rollout.tensor_parallel = {self._ranks} needs one per rank"
             )
+        return config
+
+    def _build(self) -> AsyncLLM:
+        on_cpu = not torch.cuda.is_available()
+        config = self._config(on_cpu)
         self.context_length = self.context_length or min(context_limit(config), MAX_DEFAULT_CONTEXT)
         check_window(self.model, config, self.context_length)
         arguments: dict[str, Any] = {

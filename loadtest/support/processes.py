@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from loadtest._target import ROOT
+from loadtest.support.target import ROOT
 from opentinker.local.embedded import EmbeddedServers
 from opentinker.local.processes import free_port
 from opentinker.shared.security.key_text import new_key, read_key, write_key

@@ -20,7 +20,7 @@ from opentinker.local.discovery import key_in, read_state
 from opentinker.shared.login_settings import LOOPBACK_HOSTS
 from tests.support.toys import toy_model
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 START_S = 120.0
 STOP_S = 60.0
 

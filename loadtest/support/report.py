@@ -12,12 +12,12 @@ from typing import Any, Literal
 
 import orjson
 
-from loadtest._machine import QUIET_CORES
-from loadtest._open_loop import Latencies
+from loadtest.support.machine import QUIET_CORES
+from loadtest.support.open_loop import Latencies
 
 Better = Literal["less", "more", ""]
 """Which way is good; empty: neither."""
-BASELINES = Path(__file__).parent / "baselines"
+BASELINES = Path(__file__).resolve().parents[1] / "baselines"
 
 
 @dataclass(slots=True)

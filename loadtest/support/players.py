@@ -11,7 +11,7 @@ from itertools import count
 import msgspec
 import numpy as np
 
-from loadtest._machine import Meter
+from loadtest.support.machine import Meter
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.env_client import EnvClient
 from opentinker.shared.types.core import StopReason
