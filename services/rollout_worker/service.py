@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from opentinker.services.rollout_worker.checkpoint_weights import ServedAdapter
 from opentinker.services.rollout_worker.engines import vllm_startup
@@ -30,6 +30,9 @@ from opentinker.shared.spec.engines import EnginePolicy, adapter_serving, adapte
 from opentinker.shared.spec.train import engine_ranks
 from opentinker.shared.types.core import Lease, Pool
 from opentinker.shared.types.env_protocol import owner_of
+
+if TYPE_CHECKING:
+    from opentinker.services.rollout_worker.engines.vllm_config import AdapterLimits
 
 ENGINE = "opentinker.services.rollout_worker.engines.vllm"
 AGENTS = ("agent_program", "verifiers")
@@ -94,34 +97,17 @@ def make_engine(
             sleeps=spec.rollout.sleep == "always",
         )
     from opentinker.services.rollout_worker.engines.vllm import VllmEngine
-    from opentinker.services.rollout_worker.engines.vllm_config import AdapterLimits
     from opentinker.services.rollout_worker.engines.vllm_process import VllmProcess
 
-    rollout = spec.rollout
     serves = spec.kind == "inference"
-    if serves:
-        at_once = spec.serving.max_concurrent
-    elif spec.kind == "eval":
-        at_once = rollout.max_concurrent_groups * len(policies)
-    else:
-        at_once = rollout.max_concurrent_groups * (spec.algorithm.group_size + rollout.oversample) * len(policies)
-    limits = None
-    if adapters:
-        rank = max(adapter.rank for adapter in adapters)
-        limits = AdapterLimits(rank=rank, at_once=len(adapters), beside_base=True)
-    elif ranks := [policy.model.lora.rank for policy in policies if policy.model and policy.model.lora]:
-        serving, why = adapter_serving(spec, policies)
-        limits = AdapterLimits(
-            rank=max(ranks), at_once=adapters_at_once(policies), serving=serving, separate_because=why
-        )
     process = VllmProcess(
         model,
         dtype=spec.model.dtype,
         fp32_head=spec.model.fp32_head,
-        context_length=rollout.context_length,
-        max_concurrent=min(at_once, MAX_SEQUENCES),
-        stop_strings=serves or bool(rollout.stop) or may_name_stops(spec.environment.name),
-        adapters=limits,
+        context_length=spec.rollout.context_length,
+        max_concurrent=min(_most_requests(spec, len(policies)), MAX_SEQUENCES),
+        stop_strings=serves or bool(spec.rollout.stop) or may_name_stops(spec.environment.name),
+        adapters=_adapter_limits(spec, adapters, policies),
         one_by_one=spec.train.deterministic,
         sharing=sharing,
         tensor_parallel=engine_ranks(spec),
@@ -133,6 +119,28 @@ def make_engine(
         sleeps=memory.sleeps,
     )
     return VllmEngine(process, eos_ids=renderer.eos_ids, lora=spec.model.lora, group_timeout_s=settings.swap_timeout_s)
+
+
+def _most_requests(spec: JobSpec, policies: int) -> int:
+    """Return how many requests a job's episodes make at the same time."""
+    if spec.kind == "inference":
+        return spec.serving.max_concurrent
+    episodes = 1 if spec.kind == "eval" else spec.algorithm.group_size + spec.rollout.oversample
+    return spec.rollout.max_concurrent_groups * episodes * policies
+
+
+def _adapter_limits(
+    spec: JobSpec, adapters: Sequence[ServedAdapter], policies: Sequence[EnginePolicy]
+) -> AdapterLimits | None:
+    from opentinker.services.rollout_worker.engines.vllm_config import AdapterLimits
+
+    if adapters:
+        return AdapterLimits(rank=max(adapter.rank for adapter in adapters), at_once=len(adapters), beside_base=True)
+    ranks = [policy.model.lora.rank for policy in policies if policy.model and policy.model.lora]
+    if not ranks:
+        return None
+    serving, why = adapter_serving(spec, policies)
+    return AdapterLimits(rank=max(ranks), at_once=adapters_at_once(policies), serving=serving, separate_because=why)
 
 
 def all_from_trainer(spec: JobSpec) -> bool:

@@ -141,7 +141,7 @@ class VllmProcess:
         self._llm: AsyncLLM | None = None
         self._warm, self._stays, self._calls = warm, stays, 0
         limits = context_length, max_concurrent, stop_strings, adapters
-        self._arguments = dtype, fp32_head, *limits, one_by_one, sharing, tensor_parallel
+        self._arguments = dtype, fp32_head, *limits, one_by_one, sharing, tensor_parallel, gpu_share, sleeps
         self._key: Key | None = None
         self._has_sampled = False
 
