@@ -112,7 +112,7 @@ class Gomoku(Environment):
         self.seen: set[str] = set()
         if self.config.opponent == "bot" and self.board.next != self.colour:
             self._bot()
-        while self.board.played < MOST_RANDOM_STONES and self.draw.random() < self.config.random_turns:
+        while self.board.played < MOST_RANDOM_STONES and self._is_random_turn():
             self._place(self.draw.choice(self.board.free()))
         return Opening(messages=[user(self._asks())], seat=self._seat, stream=self._stream)
 
@@ -126,7 +126,7 @@ class Gomoku(Environment):
         self._place(read.field)
         if not self.board.over and self.config.opponent == "bot":
             self._bot()
-        while not self.board.over and self.draw.random() < self.config.random_turns:
+        while not self.board.over and self._is_random_turn():
             self._place(self.draw.choice(self.board.free()))
         outcome = 0.0 if not self.board.winner else 1.0 if self.board.winner == mover else -1.0
         parts = self._parts(outcome=outcome, progress=progress, legal=self.config.legal_reward)
@@ -150,6 +150,10 @@ class Gomoku(Environment):
         if not left:
             return self._end(self.board.next, self._parts(illegal=-penalty - 1.0), 0.0, forfeit=True)
         return self._next(f"{read.problem}, {left} more.\n{STONES[self.board.next]}:", self._parts(illegal=-penalty))
+
+    def _is_random_turn(self) -> bool:
+        """Without random turns nothing is drawn: bots have the same draws whichever way they play."""
+        return self.config.random_turns > 0 and self.draw.random() < self.config.random_turns
 
     def _progress(self, field: int) -> float:
         if not self.config.progress:

@@ -19,6 +19,14 @@ class Gpu(TypedDict):
     """Indices of the GPUs that NVLink joins it with."""
 
 
+class RankShare(TypedDict):
+    """The ranks that one trainer has of a job."""
+
+    worker: str
+    incarnation: str
+    ranks: int
+
+
 class Lease(TypedDict):
     """The lease of a worker: its right to act for a job."""
 
@@ -29,6 +37,8 @@ class Lease(TypedDict):
     pool: str
     leaves_by: float
     """Time until which the worker may end what it has begun; 0: it stays."""
+    group: list[RankShare]
+    """Trainers that share the job's ranks; empty: this one has all that its spec asks for."""
 
 
 class Worker(TypedDict):
@@ -51,6 +61,8 @@ class Worker(TypedDict):
     """CPUs of its machine; 0: it did not say."""
     machine: str
     """The same for all workers of one machine, in containers too; empty: it did not say."""
+    max_ranks: int
+    """Ranks of one job that a trainer takes; 0: any number."""
     lease: Lease | None
 
 

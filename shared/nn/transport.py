@@ -117,6 +117,8 @@ class WeightGroup:
         `timeout_s`.
         """
         where = torch.device(device)
+        if where.type == "cuda" and where.index is None and torch.cuda.is_available():
+            where = torch.device("cuda", torch.cuda.current_device())
         deadline = time.monotonic() + timeout_s
         failed = f"rank {rank} could not join the weight group of {world} at {address}:{port}"
         proposed = list(transports) or ["nccl" if where.type == "cuda" else "gloo"] * (world - 1)
@@ -165,7 +167,8 @@ class WeightGroup:
 
         After a TransportError the contents of `reuse` are lost.
         """
-        if reuse is not None and [bucket.numel() for bucket in reuse] == list(sizes):
+        fits = reuse is not None and [bucket.numel() for bucket in reuse] == list(sizes)
+        if reuse is not None and fits and all(bucket.device.type == self.device.type for bucket in reuse):
             buckets = list(reuse)
         else:
             buckets = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in sizes]

@@ -46,7 +46,8 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
         keys = small if arguments[0] is int else st.text(max_size=4)
         return st.dictionaries(keys, values(arguments[1]), max_size=3)
     if origin is tuple:
-        return st.tuples(*map(values, arguments))
+        items = st.lists(values(arguments[0]), max_size=3).map(tuple)
+        return items if arguments[-1] is ... else st.tuples(*map(values, arguments))
     if arguments:  # a union
         return st.one_of(*map(values, arguments))
     return {Any: plain, int: small}.get(hint, st.from_type(hint))

@@ -335,7 +335,7 @@ async def test_a_learner_is_closed_despite_repeated_cancels(monkeypatch: pytest.
             closed.set()
 
     monkeypatch.setattr(service, "TrainerJob", Job)
-    monkeypatch.setattr(service, "make_learner", Closes)
+    monkeypatch.setattr(service, "make_learner", lambda spec, listener: Closes(spec))
     spec = make_spec(train={"learner": "simulated", "steps": 1})
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
     lease = Lease(job=JOB, worker="w", incarnation="i", epoch=1, pool=Pool.TRAINER)
