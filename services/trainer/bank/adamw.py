@@ -1,4 +1,7 @@
-"""AdamW on several adapters at once, each with its own settings, bit for bit as torch.optim.AdamW on one alone."""
+"""AdamW on several adapters at once, each with its own settings.
+
+On the CPU the weights are bit for bit those of torch.optim.AdamW with foreach=True on each adapter alone.
+"""
 
 from __future__ import annotations
 
