@@ -61,6 +61,8 @@ class Adapter:
     partial: Tensor | None = None
     """Gradient of a forward_backward that has passed for some of its rows; added to `gradient` with the last."""
     steps: int = 0
+    owner: str = ""
+    """Tenant that it belongs to."""
 
     @classmethod
     def fresh(cls, name: str, shape: AdapterShape, config: Mapping[str, Any], weights: Tensor) -> Adapter:
@@ -81,4 +83,4 @@ class Adapter:
         copies = {}
         for name, vector in self.vectors.items():
             copies[name] = torch.empty_like(vector, device=device, pin_memory=pinned).copy_(vector)
-        return Adapter(self.name, self.shape, self.config, steps=self.steps, **copies)
+        return Adapter(self.name, self.shape, self.config, steps=self.steps, owner=self.owner, **copies)

@@ -8,20 +8,21 @@ from typing import Any
 import orjson
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from opentinker.services.trainer.bank.adapter import Adapter, AdapterShape
 from opentinker.services.trainer.bank.base_model import PEFT_PREFIX, BaseModel
 from opentinker.services.trainer.bank.limits import BankLimits, Refused
 from opentinker.shared.data.model_files import code_in, unsafe_weights_in
-from opentinker.shared.data.safetensors_header import difference
+from opentinker.shared.data.safetensors_header import difference, shapes_in
 from opentinker.shared.durable_files import replace_durably
 from opentinker.shared.spec import LoraSpec
 from opentinker.shared.types.error_text import first_line
 from opentinker.shared.types.manifest import ADAPTER
 
 CONFIG = "adapter_config.json"
+MAX_CONFIG_BYTES = 2**20
 UNUSABLE: dict[str, Any] = {
     "use_dora": False, "use_rslora": False, "bias": "none", "lora_bias": False, "modules_to_save": None,
     "rank_pattern": {}, "alpha_pattern": {}, "layers_to_transform": None, "fan_in_fan_out": False,
@@ -32,6 +33,7 @@ UNUSABLE: dict[str, Any] = {
 def store(adapter: Adapter, path: Path) -> None:
     """Write the whole state, bit for bit; after a power cut the file is the old one or the new one."""
     about = {
+        "owner": adapter.owner,
         "steps": adapter.steps,
         "rank": adapter.shape.rank,
         "scaling": adapter.shape.scaling,
@@ -50,23 +52,32 @@ def restore(name: str, path: Path) -> Adapter:
             vectors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118 (no mapping)
         layers = {layer: (inputs, outputs) for layer, (inputs, outputs) in about["layers"]}
         shape = AdapterShape(about["rank"], about["scaling"], layers)
-        return Adapter(name, shape, about["config"], steps=about["steps"], **vectors)
+        return Adapter(name, shape, about["config"], steps=about["steps"], owner=about["owner"], **vectors)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise Refused(
             f"the stored adapter {name!r} cannot be read: {first_line(error)}; remove it and create it again"
         ) from error
 
 
+def owner_of(path: Path) -> str | None:
+    """Return the tenant of a stored adapter; None if the file is damaged."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return str(orjson.loads(file.metadata()["adapter"])["owner"])
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError):
+        return None
+
+
 def export_peft(adapter: Adapter, directory: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Write the weights as PEFT reads them."""
+    """Write the weights as PEFT reads them; each file is replaced whole."""
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {}
     for layer, pair in adapter.shape.pairs(adapter.weights).items():
         for matrix, tensor in (("lora_A", pair.a), ("lora_B", pair.b)):
             tensors[f"{PEFT_PREFIX}{layer}.{matrix}.weight"] = tensor.to("cpu", dtype, copy=True)
-    save_file(tensors, directory / ADAPTER)
+    replace_durably(directory / ADAPTER, save(tensors))
     config = {**adapter.config, "inference_mode": True}
-    (directory / CONFIG).write_bytes(orjson.dumps(config, option=orjson.OPT_INDENT_2))
+    replace_durably(directory / CONFIG, orjson.dumps(config, option=orjson.OPT_INDENT_2))
 
 
 def import_peft(base: BaseModel, limits: BankLimits, name: str, directory: Path) -> Adapter:
@@ -74,9 +85,9 @@ def import_peft(base: BaseModel, limits: BankLimits, name: str, directory: Path)
     if why := code_in(directory) or unsafe_weights_in(directory):
         raise Refused(f"the adapter in {directory} {why}")
     try:
-        config = orjson.loads((directory / CONFIG).read_bytes())
-        tensors = load_file(directory / ADAPTER)
-        lora = _lora_of(config, list(tensors))
+        config = orjson.loads(_config_bytes(directory / CONFIG))
+        shapes = shapes_in(directory / ADAPTER)
+        lora = _lora_of(config, list(shapes))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise Refused(f"the adapter in {directory} cannot be read: {first_line(error)}") from error
     limits.check_rank(lora.rank)
@@ -84,13 +95,24 @@ def import_peft(base: BaseModel, limits: BankLimits, name: str, directory: Path)
     expected: dict[str, Tensor] = {}
     for layer, pair in adapter.shape.pairs(adapter.weights).items():
         expected |= {f"{PEFT_PREFIX}{layer}.lora_A.weight": pair.a, f"{PEFT_PREFIX}{layer}.lora_B.weight": pair.b}
-    if odd := difference({n: t.shape for n, t in tensors.items()}, {n: t.shape for n, t in expected.items()}):
+    if odd := difference(shapes, {n: t.shape for n, t in expected.items()}):
         raise Refused(f"the adapter in {directory} is not of the model {base.name!r}: {odd}")
+    try:
+        tensors = load_file(directory / ADAPTER)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise Refused(f"the adapter in {directory} cannot be read: {first_line(error)}") from error
     if spoiled := [key for key, tensor in tensors.items() if not tensor.isfinite().all()]:
         raise Refused(f"the adapter in {directory} has weights that are not finite, such as {spoiled[0]}")
     for key, tensor in expected.items():
         tensor.copy_(tensors[key])
     return adapter
+
+
+def _config_bytes(path: Path) -> bytes:
+    """Raises ValueError for a file too large to be a configuration."""
+    if (size := path.stat().st_size) > MAX_CONFIG_BYTES:
+        raise ValueError(f"{CONFIG} has {size} bytes, and at most {MAX_CONFIG_BYTES} are allowed")
+    return path.read_bytes()
 
 
 def _lora_of(config: dict[str, Any], names: list[str]) -> LoraSpec:

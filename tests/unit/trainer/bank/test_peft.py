@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import PeftModel, get_peft_model_state_dict
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
+from opentinker.services.trainer.bank import adapter_files
 from opentinker.services.trainer.bank.adapter_bank import Rows
 from opentinker.services.trainer.bank.base_model import BaseModel
 from opentinker.services.trainer.bank.limits import Refused
@@ -53,13 +57,12 @@ def test_exported_adapter_has_pefts_logits(make_bank: MakeBank, small: Path, tmp
             expected, unadapted = (
                 _logprobs(one, ids)[torch.tensor(datum.tokens.learned_T)[1:]] for one in (model, plain)
             )
-            torch.testing.assert_close(torch.tensor(found), expected, atol=1e-5, rtol=0)
+            torch.testing.assert_close(torch.tensor(found), expected.detach(), atol=1e-5, rtol=0)
             assert (expected - unadapted).abs().max() > 1e-3
 
 
 def _logprobs(model: Any, ids_T: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        logits = model(input_ids=ids_T[None]).logits[0, :-1].float()
+    logits = model(input_ids=ids_T[None]).logits[0, :-1].float()
     return logits.log_softmax(-1).gather(-1, ids_T[1:, None])[:, 0]
 
 
@@ -80,6 +83,7 @@ def test_import_restores_what_was_exported(make_bank: MakeBank, tmp_path: Path) 
         ({"r": 5}, "is not of the model"),
         ({"target_modules": ["nothing"]}, "no module 'nothing'|not found"),
         ({"r": "x"}, "cannot be read"),
+        ({"padding": "x" * 2**20}, "at most 1048576 are allowed"),
     ],
 )
 def test_unusable_adapters_are_refused(
@@ -93,6 +97,59 @@ def test_unusable_adapters_are_refused(
     with pytest.raises(Refused, match=problem):
         bank.import_peft("again", tmp_path)
     assert "again" not in bank.residency
+
+
+def test_shapes_are_checked_before_tensors_are_loaded(
+    make_bank: MakeBank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bank = make_bank()
+    add_tenant(bank, 1)
+    bank.export_peft("t1", tmp_path)
+    save_file({"large": torch.zeros(2)}, tmp_path / "adapter_model.safetensors")
+    monkeypatch.setattr(adapter_files, "load_file", lambda _: pytest.fail("loaded"))
+    with pytest.raises(Refused, match="9 tensors differ, such as"):
+        bank.import_peft("again", tmp_path)
+
+
+def test_failed_export_leaves_the_earlier_one(
+    make_bank: MakeBank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bank = make_bank()
+    add_tenant(bank, 1)
+    bank.export_peft("t1", tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+
+    def full(path: Path, *_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left", str(path))
+
+    monkeypatch.setattr(os, "fsync", full)
+    bank.residency.bring(["t1"])[0].weights += 1
+    with pytest.raises(OSError, match="no space left"):
+        bank.export_peft("t1", tmp_path)
+    assert {name: (tmp_path / name).read_bytes() for name in before} == before
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_gradient_is_pefts(make_bank: MakeBank, small: Path, tmp_path: Path, number: int) -> None:
+    """The scaling is 2 and 0.5."""
+    bank, data = make_bank(), some_data(7)
+    add_tenant(bank, number)
+    bank.run_pass([Rows(f"t{number}", data, Loss(scale=0.5))])
+    (adapter,) = bank.residency.bring([f"t{number}"])
+    assert adapter.shape.scaling == [2.0, 0.5][number]
+    bank.export_peft(f"t{number}", tmp_path / "peft")
+    plain = AutoModelForCausalLM.from_pretrained(small, dtype=torch.float32)
+    model = PeftModel.from_pretrained(plain, tmp_path / "peft", is_trainable=True).eval()
+    for datum in data:
+        ids_T, learned_T = torch.tensor(datum.tokens.ids_T.tolist()), torch.tensor(datum.tokens.learned_T)
+        (_logprobs(model, ids_T)[learned_T[1:]] * torch.tensor(datum.weights_M)).sum().mul(-0.5).backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for layer, pair in adapter.shape.pairs(adapter.gradient).items():
+        for matrix, found in (("lora_A", pair.a), ("lora_B", pair.b)):
+            gradient = expected.pop(f"base_model.model.{layer}.{matrix}.default.weight")
+            assert gradient is not None and gradient.norm() > 0
+            assert (found - gradient).norm() / gradient.norm() < 1e-6, (layer, matrix)
+    assert not expected
 
 
 def test_adapters_that_cannot_share_a_base_are_refused(make_bank: MakeBank) -> None:
