@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -11,6 +11,7 @@ import torch
 
 from opentinker.services.trainer.bank import adamw
 from opentinker.services.trainer.bank.adamw import AdamSettings
+from opentinker.services.trainer.bank.adapter import Adapter
 from opentinker.services.trainer.bank.adapter_files import export_peft, import_peft
 from opentinker.services.trainer.bank.base_model import BaseModel
 from opentinker.services.trainer.bank.capacity import Capacity, measure
@@ -19,6 +20,7 @@ from opentinker.services.trainer.bank.losses import Datum, Loss
 from opentinker.services.trainer.bank.mixed_batch import MixedBatch, Piece, PieceResult
 from opentinker.services.trainer.bank.residency import Residency
 from opentinker.shared.spec import LoraSpec
+from opentinker.shared.types.errors import OpenTinkerError
 
 MOST_SLOTS = 64
 
@@ -62,14 +64,19 @@ class AdapterBank:
     def slots(self) -> int:
         return self.residency.slots
 
-    def create(self, name: str, lora: LoraSpec, seed: int) -> None:
-        """Add an adapter with the weights that a LoRA job with this seed begins with. Raises Refused or Conflict."""
+    def create(self, name: str, lora: LoraSpec, seed: int, *, owner: str = "") -> None:
+        """Add an adapter with the weights that a LoRA job with this seed begins with. Raises Refused, Conflict or
+        OSError."""
         self.limits.check_rank(lora.rank)
-        self.residency.add(self.base.fresh_adapter(name, lora, seed))
+        self._add(self.base.fresh_adapter(name, lora, seed), owner)
 
-    def import_peft(self, name: str, directory: Path) -> None:
-        """Add an adapter from a PEFT directory. Raises Refused or Conflict."""
-        self.residency.add(import_peft(self.base, self.limits, name, directory))
+    def import_peft(self, name: str, directory: Path, *, owner: str = "") -> None:
+        """Add an adapter from a PEFT directory. Raises Refused, Conflict or OSError."""
+        self._add(import_peft(self.base, self.limits, name, directory), owner)
+
+    def _add(self, adapter: Adapter, owner: str) -> None:
+        adapter.owner = owner
+        self.residency.add(adapter)
 
     def export_peft(self, name: str, directory: Path) -> None:
         """Write an adapter as a PEFT directory, in the dtype of the base. Raises NotFound."""
@@ -80,15 +87,20 @@ class AdapterBank:
         """Raises NotFound."""
         self.residency.remove(name)
 
-    def load(self, names: Sequence[str]) -> dict[str, Refused]:
-        """Bring adapters into slots, as many as there are at most. Returns those that cannot be read, and why."""
-        unreadable = {}
+    def load(self, names: Sequence[str], changing: Container[str] = ()) -> dict[str, Exception]:
+        """Bring adapters into slots, as many as there are at most; `changing`: those that will change. Returns those
+        that cannot be used, and why."""
+        unusable: dict[str, Exception] = {}
         for name in names:
             try:
-                self.residency.bring([name])
-            except Refused as error:  # the commands of this adapter end with it
-                unreadable[name] = error
-        return unreadable
+                (adapter,) = self.residency.bring([name])
+                self.base.adapt_for(adapter.shape)
+                if name in changing:
+                    self.residency.begin_change(name)
+            except (OpenTinkerError, OSError) as error:  # the command of this adapter ends with it
+                self.residency.drop_partial(name)
+                unusable[name] = error
+        return unusable
 
     def run_pass(self, rows: Sequence[Rows]) -> list[PieceResult]:
         """Run one packed forward and backward pass over rows of different adapters.
@@ -100,8 +112,10 @@ class AdapterBank:
         pieces = []
         for adapter, part in zip(adapters, rows, strict=True):
             self.base.adapt_for(adapter.shape)
-            if part.backward and adapter.partial is None:
-                adapter.partial = torch.zeros_like(adapter.weights)
+            if part.backward:
+                self.residency.begin_change(adapter.name)
+                if adapter.partial is None:
+                    adapter.partial = torch.zeros_like(adapter.weights)
             pieces.append(Piece(adapter, part.data, part.loss, adapter.partial if part.backward else None))
         results = MixedBatch(pieces).run(self.base)
         for adapter, part, result in zip(adapters, rows, results, strict=True):
@@ -113,14 +127,14 @@ class AdapterBank:
 
     def drop_partial(self, name: str) -> None:
         """Forget the gradient of a command that was cancelled before its last rows."""
-        if not self.load([name]):
-            (adapter,) = self.residency.bring([name])
-            adapter.partial = None
+        self.residency.drop_partial(name)
 
     def optim_step(self, steps: Sequence[tuple[str, AdamSettings]]) -> list[StepResult | Refused]:
         """Step adapters in one call, at most as many as there are slots. A gradient that is not finite is dropped, and
         its step is refused."""
         adapters = self.residency.bring(name for name, _ in steps)
+        for adapter in adapters:
+            self.residency.begin_change(adapter.name)
         norms = adamw.gradient_norms(adapters)
         finite = norms.isfinite().tolist()
         ready = [n for n, good in enumerate(finite) if good]
@@ -139,5 +153,5 @@ class AdapterBank:
         return results
 
     def close(self) -> None:
-        """Store all adapters."""
+        """Store all adapters. Raises OSError."""
         self.residency.store_all()

@@ -70,8 +70,8 @@ def rows_of(number: int, step: int = 0, **options: Any) -> Rows:
 
 
 def add_tenant(bank: AdapterBank, number: int) -> None:
-    """Create adapter `tNUMBER`, with B that is not 0, so that A has a gradient."""
-    bank.create(f"t{number}", TENANTS[number % len(TENANTS)][0], seed=number)
+    """Create adapter `tNUMBER` of `tenantNUMBER`, with B that is not 0, so that A has a gradient."""
+    bank.create(f"t{number}", TENANTS[number % len(TENANTS)][0], seed=number, owner=f"tenant{number}")
     (adapter,) = bank.residency.bring([f"t{number}"])
     noise = np.random.default_rng(number).normal(0, 0.05, adapter.shape.size)
     adapter.weights += adapter.weights.new_tensor(noise)
