@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -51,6 +52,9 @@ class FairQueue(Generic[T]):
         self.quantum = quantum
         self._tenants: dict[str, _Tenant[T]] = {}
         """Tenants with commands, in their turn."""
+        self._choices = 0
+        self._last_steps: dict[str, int] = {}
+        """Number of the last choice of steps that each tenant was part of."""
 
     def __len__(self) -> int:
         return sum(len(commands) for one in self._tenants.values() for commands in one.adapters.values())
@@ -72,6 +76,16 @@ class FairQueue(Generic[T]):
         chosen = [one for name, one in self._tenants.items() if tenant in (None, name)]
         return sum(w.tokens_left for one in chosen for commands in one.adapters.values() for w in commands)
 
+    def commands(self, tenant: str) -> int:
+        """Return the number of a tenant's commands."""
+        one = self._tenants.get(tenant)
+        return sum(map(len, one.adapters.values())) if one else 0
+
+    def last(self, tenant: str, adapter: str) -> Waiting[T] | None:
+        """Return the command of an adapter that came last."""
+        one = self._tenants.get(tenant)
+        return one.adapters[adapter][-1] if one and adapter in one.adapters else None
+
     def heads(self) -> Iterator[Waiting[T]]:
         """Yield the first command of every adapter, tenant by tenant in their turn."""
         for tenant in list(self._tenants.values()):
@@ -88,6 +102,16 @@ class FairQueue(Generic[T]):
             tenant.adapters[waiting.adapter] = commands
         if not tenant.adapters:
             del self._tenants[waiting.tenant]  # and with it what was left of its turn
+
+    def steps(self, most: int) -> list[Waiting[T]]:
+        """Choose first commands without tokens: one of each tenant, then a second one of each, and so on. Tenants whose
+        last turn is the longest ago come first."""
+        self._choices += 1
+        ready = {name: [one for one in tenant.heads() if not one.units] for name, tenant in self._tenants.items()}
+        turns = [ready[name] for name in sorted(ready, key=lambda name: self._last_steps.get(name, 0))]
+        chosen = [one for round_ in zip_longest(*turns) for one in round_ if one is not None][:most]
+        self._last_steps |= {one.tenant: self._choices for one in chosen}
+        return chosen
 
     def take(self, tokens: int, adapters: int, units: int | None = None) -> list[tuple[Waiting[T], int]]:
         """Choose what enters a pass: commands with the number of their next units.

@@ -25,6 +25,8 @@ class BankLimits:
     """Tokens of one command; it takes as many passes as it needs."""
     waiting_tokens: int = 262_144
     """Tokens that commands of one tenant may have in the queue."""
+    waiting_commands: int = 256
+    """Commands of one tenant in the queue."""
     rank: int = 64
     """Largest rank of an adapter."""
 
@@ -53,6 +55,13 @@ class BankLimits:
             raise Refused(
                 f"{waiting} tokens of yours are in the queue, and with {added} more they would exceed "
                 f"{self.waiting_tokens}; wait for results before sending more"
+            )
+
+    def check_commands(self, waiting: int) -> None:
+        if waiting >= self.waiting_commands:
+            raise Refused(
+                f"{waiting} commands of yours are in the queue, and at most {self.waiting_commands} are allowed; wait "
+                "for results before sending more"
             )
 
 

@@ -92,6 +92,23 @@ def test_a_step_holds_back_later_commands_of_its_adapter_alone() -> None:
     assert [(w.command, count) for w, count in queue.take(PASS, 8)] == [(1, 1)]
 
 
+def test_tenants_take_turns_with_steps() -> None:
+    queue = FairQueue[int](QUANTUM)
+    for adapter in range(4):
+        for number in range(2):
+            queue.push(Waiting("many", f"m{adapter}", number, []))
+    queue.push(Waiting("one", "o", 0, []))
+    queue.push(Waiting("late", "l", 0, []))
+    served = []
+    for _ in range(3):
+        (step,) = queue.steps(1)
+        queue.finish(step)
+        served.append(step.tenant)
+    assert sorted(served) == ["late", "many", "one"]
+    queue.push(Waiting("one", "o", 1, []))
+    assert [step.tenant for step in queue.steps(3)] == ["many", "one", "many"]
+
+
 def test_a_unit_above_the_quantum_is_a_mistake_of_the_caller() -> None:
     with pytest.raises(ValueError, match="more than 32 tokens"):
         queue_of([(0, 0, [33])])
