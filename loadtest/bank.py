@@ -140,7 +140,7 @@ def run(options: argparse.Namespace) -> bool:
         )
         bank = AdapterBank(base, Path(directory, "store"), limits)
         for number in range(CLIENTS):
-            bank.create(f"client{number}", LORA, seed=number)
+            bank.create(f"client{number}", LORA, seed=number, owner=f"client{number}")
         for _ in range(options.repeats):
             for clients in (1, CLIENTS):
                 by_wall, by_processor = asyncio.run(speed(bank, clients, options))

@@ -10,6 +10,7 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -60,6 +61,9 @@ class _Call(_Command):
     """Anything else that has its place in the order of an adapter's commands."""
 
     function: Callable[[], None]
+    removes: bool = False
+    """Whether later commands do not find the adapter."""
+    running: bool = False
 
 
 class BankLoop:
@@ -74,8 +78,9 @@ class BankLoop:
         self.bank, self.coalesce_s, self.deterministic = bank, coalesce_s, deterministic
         limits = bank.limits
         self._queue = FairQueue[_Command](limits.step_tokens if deterministic else limits.datum_tokens)
-        self._names = {name for place in bank.residency.places.values() for name in place}
         self._thread = ThreadPoolExecutor(1, "bank")
+        self._slots = asyncio.Lock()
+        """Held from the load of adapters to the end of their pass, and while an adapter is added: adding evicts."""
         self._wake = asyncio.Event()
         self._recent: set[str] = set()
         """Adapters of the last pass."""
@@ -88,10 +93,12 @@ class BankLoop:
     async def __aexit__(self, *_: object) -> None:
         self._task.cancel()
         await asyncio.wait([self._task])
-        await self._in_thread(self.bank.close)
-        self._thread.shutdown()
-        if not self._task.cancelled():
-            self._task.result()
+        try:
+            await self._in_thread(self.bank.close)
+        finally:
+            self._thread.shutdown()
+            if not self._task.cancelled():
+                self._task.result()
 
     def _cancel_all(self) -> None:
         """Cancel all commands: the loop has ended, or crashed."""
@@ -105,15 +112,34 @@ class BankLoop:
         waiting = sum(not one.units or one.tokens_left > 0 for one in self._queue)
         return f"slots {used}/{self.bank.slots}" + (f", {waiting} waiting for tokens" if waiting else "")
 
-    async def create(self, name: str, lora: LoraSpec, seed: int) -> None:
-        """Raises Refused or Conflict."""
-        await self._in_thread(lambda: self.bank.create(name, lora, seed))
-        self._names.add(name)
+    async def create(self, tenant: str, adapter: str, lora: LoraSpec, seed: int) -> None:
+        """Add an adapter that belongs to the tenant: others do not find it. Raises Refused, Conflict or OSError."""
+        await self._add(adapter, lambda: self.bank.create(adapter, lora, seed, owner=tenant))
 
-    async def import_peft(self, name: str, directory: Path) -> None:
-        """Raises Refused or Conflict."""
-        await self._in_thread(lambda: self.bank.import_peft(name, directory))
-        self._names.add(name)
+    async def import_peft(self, tenant: str, adapter: str, directory: Path) -> None:
+        """Likewise."""
+        await self._add(adapter, lambda: self.bank.import_peft(adapter, directory, owner=tenant))
+
+    async def _add(self, adapter: str, function: Callable[[], None]) -> None:
+        """Add an adapter; if it is cancelled meanwhile, remove it."""
+        added = False
+
+        def add() -> None:
+            nonlocal added
+            function()
+            added = True
+
+        def undo() -> None:
+            if added:
+                self.bank.remove(adapter)
+
+        async with self._slots:
+            try:
+                await self._in_thread(add)
+            except asyncio.CancelledError:
+                with suppress(RuntimeError):  # the thread has ended, and with it the unstored adapter
+                    self._thread.submit(undo)  # the only thread: after `add`, if that has begun
+                raise
 
     async def forward_backward(
         self, tenant: str, adapter: str, data: Sequence[Datum], loss: Loss, *, backward: bool = True
@@ -145,20 +171,24 @@ class BankLoop:
 
     async def remove(self, tenant: str, adapter: str) -> None:
         """Remove the adapter after its commands so far; later ones do not find it. Raises NotFound."""
-        removed = self._call(tenant, adapter, lambda: self.bank.remove(adapter))
-        self._names.discard(adapter)
-        await removed
+        await self._call(tenant, adapter, lambda: self.bank.remove(adapter), removes=True)
 
-    def _call(self, tenant: str, adapter: str, function: Callable[[], None]) -> asyncio.Future[None]:
+    async def _call(self, tenant: str, adapter: str, function: Callable[[], None], *, removes: bool = False) -> None:
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._push(tenant, adapter, _Call(answer=answer, function=function), [])
-        return answer
+        self._push(tenant, adapter, _Call(answer=answer, function=function, removes=removes), [])
+        await answer
 
     def _push(self, tenant: str, adapter: str, command: _Command, units: list[int]) -> None:
-        if adapter not in self._names:
+        if self.bank.residency.owners.get(adapter) != tenant or self._is_being_removed(tenant, adapter):
             raise NotFound(f"there is no adapter {adapter!r}")
+        self.bank.limits.check_commands(self._queue.commands(tenant))
         self._queue.push(Waiting(tenant, adapter, command, units))
         self._wake.set()
+
+    def _is_being_removed(self, tenant: str, adapter: str) -> bool:
+        last = self._queue.last(tenant, adapter)
+        command = last.command if last else None
+        return isinstance(command, _Call) and command.removes and (command.running or not command.answer.cancelled())
 
     async def _in_thread(self, function: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function)
@@ -170,7 +200,8 @@ class BankLoop:
             if not len(self._queue):
                 await self._wake.wait()
             await self._drop_cancelled()
-            if not await self._carry_out_steps():
+            await self._carry_out_steps()
+            if self._queue.tokens():  # steps are one round at most, so that they do not hold up passes
                 await self._coalesce()
                 await self._run_pass()
 
@@ -190,44 +221,57 @@ class BankLoop:
         return not self.deterministic and self._queue.tokens() < self.bank.limits.step_tokens
 
     async def _drop_cancelled(self) -> None:
-        for waiting in list(self._queue.heads()):
-            if waiting.command.answer.cancelled():
+        """Drop cancelled commands that stand first, and those that come to stand first thereby."""
+        while cancelled := [one for one in self._queue.heads() if one.command.answer.cancelled()]:
+            for waiting in cancelled:
                 if waiting.taken:
                     await self._in_thread(functools.partial(self.bank.drop_partial, waiting.adapter))
                 self._queue.finish(waiting)
 
-    async def _carry_out_steps(self) -> bool:
-        """Carry out what is no pass and stands first: optimizer steps in one call. Returns whether there was any."""
-        heads = [waiting for waiting in self._queue.heads() if not waiting.units]
-        stepping = [waiting for waiting in heads if isinstance(waiting.command, _Step)][: self.bank.slots]
-        steps = [(w, w.command.settings) for w in await self._load(stepping) if isinstance(w.command, _Step)]
+    async def _carry_out_steps(self) -> None:
+        """Carry out a round of what is no pass and stands first: optimizer steps in one call."""
+        chosen = self._queue.steps(self.bank.slots)
+        async with self._slots:
+            await self._carry_out_optimizer_steps([one for one in chosen if isinstance(one.command, _Step)])
+        for waiting in chosen:
+            if isinstance(waiting.command, _Call) and not waiting.command.answer.cancelled():
+                await self._carry_out_call(waiting, waiting.command)
+
+    async def _carry_out_optimizer_steps(self, chosen: Sequence[Waiting[_Command]]) -> None:
+        steps = [(w, w.command.settings) for w in await self._load(chosen) if isinstance(w.command, _Step)]
         if steps:
-            chosen = [(waiting.adapter, settings) for waiting, settings in steps]
-            results = await self._in_thread(lambda: self.bank.optim_step(chosen))
+            settings = [(waiting.adapter, settings) for waiting, settings in steps]
+            results = await self._in_thread(lambda: self.bank.optim_step(settings))
             for (waiting, _), result in zip(steps, results, strict=True):
                 self._answer(waiting, result)
-        for waiting in heads:
-            if isinstance(waiting.command, _Call):
-                await self._carry_out_call(waiting, waiting.command.function)
-        return bool(heads)
 
     async def _load(self, chosen: Sequence[Waiting[_Command]]) -> list[Waiting[_Command]]:
-        """Bring the adapters of commands into slots; refuses, and leaves out, commands of those that are damaged."""
-        unreadable = await self._in_thread(lambda: self.bank.load([waiting.adapter for waiting in chosen]))
+        """Bring the adapters of commands into slots. Leaves out cancelled commands and, with their error as the answer,
+        those whose adapter cannot be used."""
+        if not chosen:
+            return []
+        names = [waiting.adapter for waiting in chosen]
+        changing = {w.adapter for w in chosen if not isinstance(w.command, _Forward) or w.command.backward}
+        unusable = await self._in_thread(lambda: self.bank.load(names, changing))
         for waiting in chosen:
-            if waiting.adapter in unreadable:
-                self._answer(waiting, unreadable[waiting.adapter])
-        return [waiting for waiting in chosen if waiting.adapter not in unreadable]
+            if waiting.adapter in unusable:
+                self._answer(waiting, unusable[waiting.adapter])
+        return [w for w in chosen if w.adapter not in unusable and not w.command.answer.cancelled()]
 
-    async def _carry_out_call(self, waiting: Waiting[_Command], function: Callable[[], None]) -> None:
+    async def _carry_out_call(self, waiting: Waiting[_Command], command: _Call) -> None:
+        command.running = True
         try:
-            self._answer(waiting, await self._in_thread(function))
+            self._answer(waiting, await self._in_thread(command.function))
         except (OpenTinkerError, OSError) as error:  # the caller has it; the others go on
             self._answer(waiting, error)
 
     async def _run_pass(self) -> None:
         limits = self.bank.limits
         taken = self._queue.take(limits.step_tokens, self.bank.slots, 1 if self.deterministic else None)
+        async with self._slots:
+            await self._run_rows(taken)
+
+    async def _run_rows(self, taken: Sequence[tuple[Waiting[_Command], int]]) -> None:
         counts = {id(waiting): count for waiting, count in taken}
         loaded = await self._load([waiting for waiting, _ in taken])
         if not loaded:

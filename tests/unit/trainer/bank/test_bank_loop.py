@@ -84,7 +84,7 @@ async def test_bad_commands_are_refused_by_name_and_change_nothing(make_bank: Ma
     tokens = data[1].tokens
     ppo = Loss(name="ppo")
     async with BankLoop(bank) as loop:
-        await loop.create("a", LORA, seed=0)
+        await loop.create("x", "a", LORA, seed=0)
         for bad, loss, problem in (
             ([], ppo, "no data"),
             (second(weights_M=spoiled), ppo, "datum 1 has weights that are not finite"),
@@ -122,7 +122,7 @@ async def test_bad_commands_are_refused_by_name_and_change_nothing(make_bank: Ma
 
 async def test_longest_datum_is_accepted_and_a_longer_one_refused(make_bank: MakeBank) -> None:
     async with BankLoop(make_bank()) as loop:
-        await loop.create("a", LORA, seed=0)
+        await loop.create("x", "a", LORA, seed=0)
         for extra in (0, 1):
             ids_T = np.full(LIMITS.datum_tokens + extra, 7, np.int32)
             datum = Datum(tokens=Tokens(ids_T, np.arange(len(ids_T)) > 0))
@@ -141,14 +141,14 @@ async def test_nan_weights_and_overflow_harm_their_tenant_alone(make_bank: MakeB
     bank.residency.bring(["t0"])[0].weights[3] = float("nan")
     async with BankLoop(bank) as loop:
         spoiled, fine, large = await asyncio.gather(
-            loop.forward_backward("x", "t0", some_data(0), Loss()),
-            loop.forward_backward("y", "t1", some_data(1), Loss()),
-            loop.forward_backward("z", "t2", some_data(2), Loss(scale=1e38)),
+            loop.forward_backward("tenant0", "t0", some_data(0), Loss()),
+            loop.forward_backward("tenant1", "t1", some_data(1), Loss()),
+            loop.forward_backward("tenant2", "t2", some_data(2), Loss(scale=1e38)),
             return_exceptions=True,
         )
         assert isinstance(spoiled, Refused) and "loss nan" in str(spoiled)
         assert isinstance(large, Refused) and isinstance(fine, ForwardResult) and np.isfinite(fine.loss)
-        steps = await asyncio.gather(*(loop.optim_step("y", f"t{n}", AdamSettings(lr=1e-3)) for n in (1, 2)))
+        steps = await asyncio.gather(*(loop.optim_step(f"tenant{n}", f"t{n}", AdamSettings(lr=1e-3)) for n in (1, 2)))
         assert steps[0].grad_norm > 0 == steps[1].grad_norm
 
 
@@ -160,8 +160,8 @@ async def test_damaged_file_harms_its_adapter_alone(make_bank: MakeBank) -> None
     path.write_bytes(path.read_bytes()[:100])
     async with BankLoop(bank) as loop:
         damaged, fine, no_step, step = await asyncio.gather(
-            *(loop.forward_backward("x", f"t{n}", some_data(n), Loss()) for n in (0, 1)),
-            *(loop.optim_step("x", f"t{n}", AdamSettings(lr=1e-3)) for n in (0, 1)),
+            *(loop.forward_backward(f"tenant{n}", f"t{n}", some_data(n), Loss()) for n in (0, 1)),
+            *(loop.optim_step(f"tenant{n}", f"t{n}", AdamSettings(lr=1e-3)) for n in (0, 1)),
             return_exceptions=True,
         )
     for refused in (damaged, no_step):
@@ -179,7 +179,7 @@ async def test_gradient_sum_that_overflows_is_dropped_with_its_step(make_bank: M
     adapters[1].gradient.fill_(1.0)
     async with BankLoop(bank) as loop:
         refused, stepped = await asyncio.gather(
-            *(loop.optim_step("x", f"t{n}", AdamSettings(lr=1e-3)) for n in (0, 1)), return_exceptions=True
+            *(loop.optim_step(f"tenant{n}", f"t{n}", AdamSettings(lr=1e-3)) for n in (0, 1)), return_exceptions=True
         )
         assert isinstance(refused, Refused) and "norm of the gradient is inf" in str(refused)
         assert not isinstance(stepped, BaseException) and stepped.steps == 1
@@ -190,7 +190,7 @@ async def test_a_flood_is_bounded_and_others_pass_it(make_bank: MakeBank) -> Non
     bank = make_bank()
     async with BankLoop(bank) as loop:
         for name in ("flood", "small"):
-            await loop.create(name, LORA, seed=0)
+            await loop.create(name, name, LORA, seed=0)
         data = some_data(0, rows=24, shared=False)
         order: list[str] = []
 
@@ -223,7 +223,7 @@ async def test_cancelled_command_leaves_no_part_of_its_gradient(
 
     monkeypatch.setattr(bank, "run_pass", held)
     async with BankLoop(bank) as loop:
-        await loop.create("a", LORA, seed=0)
+        await loop.create("x", "a", LORA, seed=0)
         cancelled = asyncio.create_task(loop.forward_backward("x", "a", some_data(0, rows=24, shared=False), Loss()))
         await until(lambda: any(waiting.taken for waiting in loop._queue))
         cancelled.cancel()
@@ -233,7 +233,7 @@ async def test_cancelled_command_leaves_no_part_of_its_gradient(
         gradient = found.gradient.clone()
     alone = make_bank()
     async with BankLoop(alone) as loop:
-        await loop.create("a", LORA, seed=0)
+        await loop.create("x", "a", LORA, seed=0)
         await loop.forward_backward("x", "a", some_data(1), Loss())
         torch.testing.assert_close(gradient, alone.residency.bring(["a"])[0].gradient, rtol=1e-4, atol=1e-6)
 
@@ -241,7 +241,7 @@ async def test_cancelled_command_leaves_no_part_of_its_gradient(
 async def test_export_and_removal_have_their_place_among_commands(make_bank: MakeBank, tmp_path: Path) -> None:
     bank = make_bank()
     async with BankLoop(bank) as loop:
-        await loop.create("a", LORA, seed=0)
+        await loop.create("x", "a", LORA, seed=0)
         asked = [
             loop.forward_backward("x", "a", some_data(0), Loss()),
             loop.optim_step("x", "a", AdamSettings(lr=0.1)),
@@ -252,8 +252,8 @@ async def test_export_and_removal_have_their_place_among_commands(make_bank: Mak
         await asyncio.gather(*asked)
         with pytest.raises(NotFound):
             await loop.export_peft("x", "a", tmp_path)
-        await loop.import_peft("b", tmp_path)
-        await loop.create("fresh", LORA, seed=0)
+        await loop.import_peft("x", "b", tmp_path)
+        await loop.create("x", "fresh", LORA, seed=0)
         exported, fresh = bank.residency.bring(["b", "fresh"])
         moved = (exported.weights - fresh.weights).abs().max()
         assert moved == pytest.approx(0.1, rel=0.01)  # one step of Adam moves by lr
@@ -268,6 +268,6 @@ async def test_commands_do_not_outlive_a_crashed_loop(make_bank: MakeBank, monke
     monkeypatch.setattr(bank, "run_pass", crash)
     with pytest.raises(RuntimeError, match="no such kernel"):
         async with BankLoop(bank) as loop:
-            await loop.create("a", LORA, seed=0)
+            await loop.create("x", "a", LORA, seed=0)
             with pytest.raises(asyncio.CancelledError):
                 await loop.forward_backward("x", "a", some_data(0), Loss())

@@ -1,0 +1,209 @@
+"""Commands that are cancelled, fail, are of another tenant or are too many: nothing of them reaches other commands."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from opentinker.services.trainer.bank.adamw import AdamSettings
+from opentinker.services.trainer.bank.adapter import AdapterShape
+from opentinker.services.trainer.bank.adapter_bank import AdapterBank
+from opentinker.services.trainer.bank.bank_loop import BankLoop, ForwardResult
+from opentinker.services.trainer.bank.limits import Refused
+from opentinker.services.trainer.bank.losses import Loss
+from opentinker.shared.spec import LoraSpec
+from opentinker.shared.types.errors import NotFound
+from tests.conftest import WAIT_S, until
+from tests.unit.trainer.bank.conftest import LIMITS, MakeBank, add_tenant, some_data
+
+LORA = LoraSpec(rank=4, alpha=8.0)
+
+
+class Hold:
+    """Makes a method of the bank wait in its thread."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, bank: AdapterBank, method: str, *, before: bool = False
+    ) -> None:
+        self.entered, self.go = threading.Event(), threading.Event()
+        function = getattr(bank, method)
+
+        def held(*arguments: Any, **options: Any) -> Any:
+            if before:
+                self.entered.set()
+                self.go.wait(WAIT_S)
+                return function(*arguments, **options)
+            found = function(*arguments, **options)
+            self.entered.set()
+            self.go.wait(WAIT_S)
+            return found
+
+        monkeypatch.setattr(bank, method, held)
+
+
+@pytest.mark.parametrize(("method", "rows"), [("run_pass", 24), ("load", 1)])
+async def test_cancelled_pair_does_not_step(
+    make_bank: MakeBank, monkeypatch: pytest.MonkeyPatch, method: str, rows: int
+) -> None:
+    """During a pass, with more of its rows to come, and during the load for the first pass."""
+    bank = make_bank()
+    async with BankLoop(bank) as loop:
+        await loop.create("x", "a", LORA, seed=0)
+        hold = Hold(monkeypatch, bank, method)
+        pair = asyncio.gather(
+            loop.forward_backward("x", "a", some_data(0, rows=rows, shared=False), Loss()),
+            loop.optim_step("x", "a", AdamSettings(lr=1e-3)),
+        )
+        await until(hold.entered.is_set)
+        pair.cancel()
+        hold.go.set()
+        await until(lambda: not len(loop._queue))
+        await loop.forward_backward("x", "a", some_data(1), Loss(), backward=False)
+        (adapter,) = bank.residency.bring(["a"])
+        assert adapter.steps == 0 and not adapter.gradient.any() and adapter.partial is None
+
+
+async def test_step_cancelled_during_its_load_is_not_carried_out(
+    make_bank: MakeBank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bank = make_bank()
+    async with BankLoop(bank) as loop:
+        await loop.create("x", "a", LORA, seed=0)
+        hold = Hold(monkeypatch, bank, "load")
+        step = asyncio.create_task(loop.optim_step("x", "a", AdamSettings(lr=1e-3)))
+        await until(hold.entered.is_set)
+        step.cancel()
+        hold.go.set()
+        assert (await loop.optim_step("x", "a", AdamSettings(lr=1e-3))).steps == 1
+
+
+async def test_cancelled_and_failed_removals_leave_the_adapter(
+    make_bank: MakeBank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bank = make_bank()
+    async with BankLoop(bank) as loop:
+        await loop.create("x", "a", LORA, seed=0)
+        hold = Hold(monkeypatch, bank, "run_pass")
+        forward = asyncio.create_task(loop.forward_backward("x", "a", some_data(0), Loss()))
+        await until(hold.entered.is_set)
+        removal = asyncio.create_task(loop.remove("x", "a"))
+        await asyncio.sleep(0)
+        with pytest.raises(NotFound):
+            await loop.optim_step("x", "a", AdamSettings(lr=1e-3))
+        removal.cancel()
+        hold.go.set()
+        assert (await loop.optim_step("x", "a", AdamSettings(lr=1e-3))).steps == 1
+        await forward
+
+        def fail(name: str) -> None:
+            raise OSError(errno.EIO, "bad disk", name)
+
+        with monkeypatch.context() as context:
+            context.setattr(bank, "remove", fail)
+            with pytest.raises(OSError, match="bad disk"):
+                await loop.remove("x", "a")
+        assert (await loop.optim_step("x", "a", AdamSettings(lr=1e-3))).steps == 2
+        await loop.remove("x", "a")
+        assert "a" not in bank.residency
+
+
+async def test_cancelled_creation_leaves_nothing(make_bank: MakeBank, monkeypatch: pytest.MonkeyPatch) -> None:
+    bank = make_bank()
+    async with BankLoop(bank) as loop:
+        hold = Hold(monkeypatch, bank, "create", before=True)
+        creation = asyncio.create_task(loop.create("x", "a", LORA, seed=0))
+        await until(hold.entered.is_set)
+        creation.cancel()
+        hold.go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await creation
+        await loop.create("y", "a", LORA, seed=0)
+        assert bank.residency.owners == {"a": "y"}
+
+
+async def test_adapters_of_others_are_not_found(make_bank: MakeBank, tmp_path: Path) -> None:
+    async with BankLoop(make_bank()) as loop:
+        await loop.create("x", "a", LORA, seed=0)
+        for command in (
+            loop.forward_backward("y", "a", some_data(0), Loss()),
+            loop.optim_step("y", "a", AdamSettings(lr=1e-3)),
+            loop.export_peft("y", "a", tmp_path / "a"),
+            loop.remove("y", "a"),
+        ):
+            with pytest.raises(NotFound, match="no adapter 'a'"):
+                await command
+        await loop.export_peft("x", "a", tmp_path / "a")
+        await loop.import_peft("y", "b", tmp_path / "a")
+        with pytest.raises(NotFound):
+            await loop.remove("x", "b")
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "bad disk"), NotFound("gone"), Refused("not of the model")])
+async def test_errors_of_a_load_are_the_answer_of_their_command_alone(
+    make_bank: MakeBank, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    bank = make_bank()
+    for number in (0, 1):
+        add_tenant(bank, number)
+    place: object = bank.base if isinstance(error, Refused) else bank.residency
+    name = "adapt_for" if isinstance(error, Refused) else "bring"
+    function = getattr(place, name)
+    (first,) = bank.residency.bring(["t0"])
+
+    def fail(asked: Any) -> Any:
+        asked = asked if isinstance(asked, AdapterShape) else list(asked)
+        if asked in (first.shape, ["t0"]):
+            raise error
+        return function(asked)
+
+    monkeypatch.setattr(place, name, fail)
+    async with BankLoop(bank) as loop:
+        for _ in range(2):
+            spoiled, fine, no_step, step = await asyncio.gather(
+                *(loop.forward_backward(f"tenant{n}", f"t{n}", some_data(n), Loss()) for n in (0, 1)),
+                *(loop.optim_step(f"tenant{n}", f"t{n}", AdamSettings(lr=1e-3)) for n in (0, 1)),
+                return_exceptions=True,
+            )
+            assert spoiled is error and no_step is error
+            assert isinstance(fine, ForwardResult) and not isinstance(step, BaseException)
+
+
+async def test_half_a_command_does_not_outlive_the_loop(make_bank: MakeBank, monkeypatch: pytest.MonkeyPatch) -> None:
+    bank = make_bank()
+    async with BankLoop(bank) as loop:
+        await loop.create("x", "a", LORA, seed=0)
+        hold = Hold(monkeypatch, bank, "run_pass")
+        data = some_data(0, rows=24, shared=False)
+        forward = asyncio.create_task(loop.forward_backward("x", "a", data, Loss()))
+        await until(hold.entered.is_set)
+        assert bank.residency._resident["a"].partial is not None
+        asyncio.get_running_loop().call_soon(hold.go.set)
+    with pytest.raises(asyncio.CancelledError):
+        await forward
+    assert bank.residency.bring(["a"])[0].partial is None
+
+
+async def test_steps_do_not_hold_up_passes_and_waiting_ones_are_bounded(make_bank: MakeBank) -> None:
+    bank = make_bank(limits=replace(LIMITS, waiting_commands=20))
+    order: list[str] = []
+    async with BankLoop(bank) as loop:
+        for name in ("steps", "rows"):
+            await loop.create(name, name, LORA, seed=0)
+
+        async def step() -> None:
+            await loop.optim_step("steps", "steps", AdamSettings(lr=1e-3))
+            order.append("step")
+
+        steps = [asyncio.create_task(step()) for _ in range(20)]
+        await asyncio.sleep(0)
+        with pytest.raises(Refused, match="20 commands of yours are in the queue"):
+            await loop.optim_step("steps", "steps", AdamSettings(lr=1e-3))
+        await loop.forward_backward("rows", "rows", some_data(0, rows=1), Loss())
+        assert len(order) <= 3
+        await asyncio.gather(*steps)
