@@ -15,9 +15,9 @@ from opentinker.services.rollout_worker.checkpoint_weights import (
     weights_of,
 )
 from opentinker.services.rollout_worker.engines.base import Engine, EngineError
+from opentinker.services.rollout_worker.engines.gpu_split import GpuSplit, gpu_split
 from opentinker.services.rollout_worker.episode_protocol import Sessions
 from opentinker.services.rollout_worker.eval_job import EvalJob
-from opentinker.services.rollout_worker.gpu_split import GpuSplit, gpu_split
 from opentinker.services.rollout_worker.inference_job import InferenceJob
 from opentinker.services.rollout_worker.renderer import Renderer
 from opentinker.services.rollout_worker.rl_job import RolloutJob

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from opentinker.services.rollout_worker.checkpoint_weights import ServedAdapter
 from opentinker.services.rollout_worker.engines import vllm_startup
 from opentinker.services.rollout_worker.engines.base import Engine
+from opentinker.services.rollout_worker.engines.gpu_split import GpuSplit
 from opentinker.services.rollout_worker.engines.toy import ToyEngine
 from opentinker.services.rollout_worker.engines.warm_engine import WarmEngine
-from opentinker.services.rollout_worker.gpu_split import GpuSplit
 from opentinker.services.rollout_worker.renderer import Renderer
 from opentinker.services.rollout_worker.run_lease import run_lease
 from opentinker.shared.asyncio_tools import finish_uncancelled
@@ -114,7 +114,7 @@ def make_engine(
         warm=warm,
         stays=all_from_trainer(spec)
         and len(policies) == sharing == 1
-        and not (spec.train.deterministic or memory.sleeps or memory.why),
+        and not (spec.train.deterministic or memory.sleeps or memory.is_shared),
         gpu_share=memory.share,
         sleeps=memory.sleeps,
     )

@@ -14,9 +14,9 @@ from opentinker.shared.spec import JobSpec
 LOGITS_AT_ONCE = 1 << 24
 """Logits that exist at the same time, as in `shared/nn/forward.py`."""
 LOGIT_BYTES = 16
-"""Of each: the product, its float32 copy, the log-softmax, and the gradient."""
+"""Bytes per logit in four buffers of float32: the product, its float32 copy, the log-softmax, and the gradient."""
 CONTEXT_BYTES = 1 << 30
-"""Of a process on a GPU in addition to its tensors: CUDA's context, libraries' workspaces, unused parts of blocks."""
+"""Bytes that a process takes beyond its tensors: CUDA's context, libraries' workspaces, unused parts of blocks."""
 HALF_BYTES = (26, 8, 12)
 """Kept for the backward pass per token and layer in bfloat16: times the hidden size, the inner size of the feed-forward
 layer, and the width of queries, keys and values together. Counted from the tensors that autograd saves."""

@@ -31,7 +31,7 @@ class Snapshot:
     fingerprints: list[int]
     probe: Probe | None = None
     base_bytes: int = 0
-    """Of the base's weights, if engines may merge this adapter into them: reading and loading them takes its time."""
+    """Bytes of the base's weights, which take time to load, if engines may merge this adapter into them."""
 
 
 def dtype_of(name: str) -> torch.dtype:

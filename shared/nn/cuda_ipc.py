@@ -8,17 +8,22 @@ again as long as this process lives: one for each weight group that it has at th
 from __future__ import annotations
 
 import base64
+import re
 from typing import Any
 
 import msgspec
 import torch
 
+COUNTER = re.compile(r"/torch_[\w-]{1,100}")
+"""Name of the shared memory in which torch counts who uses a buffer."""
+COUNTERS = 10_000
+"""Counters in such a memory."""
 _unused: list[torch.Tensor] = []
 """Buffers of groups that have ended."""
 
 
 class Handle(msgspec.Struct, frozen=True):
-    """What `torch.UntypedStorage._share_cuda_` returns of a buffer, for one process that opens it."""
+    """Fields that `torch.UntypedStorage._share_cuda_` returns of a buffer, for one process that opens it."""
 
     device: int
     handle: str
@@ -57,6 +62,8 @@ def share(tensor: torch.Tensor) -> Handle:
 def opened(handle: Handle, device: torch.device) -> torch.Tensor:
     """Return the other process's memory as a flat uint8 tensor. Raises RuntimeError where that is impossible, as from
     another container without a shared IPC namespace, and in the process that has made the handle."""
+    if not COUNTER.fullmatch(_bytes(handle.counter).decode("latin-1")) or not 0 <= handle.counter_offset < COUNTERS:
+        raise RuntimeError("the handle names no counter of torch")
     torch.cuda.init()
     storage = torch.UntypedStorage._new_shared_cuda(
         torch.cuda.current_device() if device.index is None else device.index,

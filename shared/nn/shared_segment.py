@@ -86,7 +86,7 @@ class Segment:
 def remove_orphans() -> None:
     """Remove segments whose makers were killed before they removed the names."""
     for path in DIRECTORY.glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # another user's, or removed meanwhile
+        with contextlib.suppress(OSError):  # another user's, or removed since
             file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -40,7 +40,7 @@ STAMP = 0x7E57_A11C
 
 
 class SegmentOffer(msgspec.Struct, frozen=True):
-    """A segment of shared memory; without a name there is none."""
+    """A segment of shared memory; the trainer has none if the name is empty."""
 
     name: str = ""
     size: int = 0

@@ -90,7 +90,7 @@ class WeightGroup:
     ) -> None:
         self.rank = rank
         self.device = device
-        """Of received buckets."""
+        """Device of received buckets."""
         self.timeout_s = timeout_s
         self.transports = list(transports)
         """In use, of ranks 1, 2, ..."""

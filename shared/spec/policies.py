@@ -216,6 +216,7 @@ def _absent_parts(spec: JobSpec) -> list[Mistake]:
         "reward_models": [model.base for model in spec.reward_models] or None,
         "algorithm.kl_coef": spec.algorithm.kl_coef or None,
         "algorithm.distill_coef": spec.algorithm.distill_coef or None,
+        "rollout.sleep": spec.rollout.sleep if spec.rollout.sleep == "always" else None,
     }
     return [mistake(part, value, by) for part, value in parts.items() if value is not None]
 

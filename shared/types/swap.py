@@ -51,7 +51,7 @@ class SwapCommand(msgspec.Struct, frozen=True, kw_only=True):
     world: int = 0
     device: str = "cpu"
     transports: list[Transport] = []
-    """Of ranks 1, 2, ..., chosen by where they are; empty: NCCL on GPUs, gloo elsewhere."""
+    """Transports of ranks 1, 2, ..., chosen by where they are; empty: NCCL on GPUs, gloo elsewhere."""
     version: WeightVersion | None = None
     manifest: list[TensorInfo] = []
     fingerprints: list[int] = []

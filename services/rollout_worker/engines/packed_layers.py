@@ -18,7 +18,7 @@ from opentinker.shared.runtime.memory import memory_bytes
 SMALL_BYTES = 32 << 20
 """A smaller model fits the processor's caches: packing it at each swap costs as much as it saves."""
 MEMORY_SHARE = 0.1
-"""Of the memory of the machine or container, which the copies may take; a larger model is not packed."""
+"""Share of the memory of the machine or container that the copies may take; a larger model is not packed."""
 PRIMITIVES = 32
 """Batch sizes whose code a layer keeps."""
 AVAILABLE = bool(getattr(custom_ops, "_supports_onednn", False))

@@ -61,7 +61,7 @@ def context_limit(config: PretrainedConfig) -> int:
 
 def cpu_kv_bytes(config: PretrainedConfig, dtype: str, context: int, concurrent: int, ranks: int = 1) -> int:
     """A quarter of what `concurrent` full contexts need (most stay shorter; the rest wait), if there is memory for it.
-    Of each of the `ranks`, which divide the heads among them.
+    The number is for each of the `ranks`, which divide the heads among them.
 
     Small matters: the cache is zeroed at start, at 0.4 GiB/s.
     """

@@ -50,7 +50,7 @@ class GroupInfo(WeightTransferInitInfo):  # type: ignore[misc]
     world: int
     device: str
     transports: list[Any]
-    """Of ranks 1, 2, ..."""
+    """Transports of ranks 1, 2, ..."""
     timeout_s: float
 
 

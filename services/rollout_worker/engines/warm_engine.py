@@ -25,7 +25,7 @@ log = structlog.get_logger()
 LET_GO_S = 1.5
 """Time limit for an engine to let go of a job."""
 Key = tuple[Any, ...]
-"""What must be equal: the model with its files, and the arguments."""
+"""The model with its files, and the arguments: an engine is kept for a job for which all are equal."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ class Shape(NamedTuple):
 
 
 class RankNeed(NamedTuple):
-    """What a spec asks for."""
+    """Ranks and GPUs that a spec asks for."""
 
     ranks: int
     least: int
@@ -102,7 +102,7 @@ def _largest(need: RankNeed, rooms: Sequence[int]) -> Shape | None:
 
 
 def _fit(need: RankNeed, rooms: Sequence[int], ranks: int) -> Shape | None:
-    """Return the shape of so many ranks on the fewest of these trainers; None if there are too few."""
+    """Return the shape of `ranks` on the fewest of these trainers; None if there are too few."""
     for trainers in range(1, 1 + (1 if need.whole else min(ranks, len(rooms)))):
         share = -(-ranks // trainers)
         if len(rooms) >= trainers and rooms[trainers - 1] >= share:
@@ -119,5 +119,5 @@ def group_of(trainers: Sequence[WorkerInfo], ranks: int) -> tuple[RankShare, ...
 
 
 def group_in(leases: Iterable[Lease]) -> Sequence[RankShare]:
-    """Return the group of a job's trainers; empty if one trainer has all ranks of its spec, or there is none."""
+    """Return the group of a job's trainers; empty if it has none, or one with all ranks of its spec."""
     return next((lease.group for lease in leases if lease.group), ())

@@ -1,4 +1,4 @@
-"""AdamW on several adapters at once, each with its own settings.
+"""AdamW on several adapters in one call, each with its own settings.
 
 On the CPU the weights are bit for bit those of torch.optim.AdamW with foreach=True on each adapter alone.
 """

@@ -40,7 +40,7 @@ class Rows:
 
 class StepResult(NamedTuple):
     steps: int
-    """Of the adapter, this one included."""
+    """Optimizer steps of the adapter, this one included."""
     grad_norm: float
     """Before clipping."""
 

@@ -1,4 +1,4 @@
-"""Serves a bank to several tenants at once: commands come in from coroutines, passes run in one thread.
+"""Serves a bank to several tenants: commands come in from coroutines, passes run in one thread.
 
 forward_backward, optim_step, export --> FairQueue --> passes and steps --> results
 """
@@ -121,7 +121,7 @@ class BankLoop:
         await self._add(adapter, lambda: self.bank.import_peft(adapter, directory, owner=tenant))
 
     async def _add(self, adapter: str, function: Callable[[], None]) -> None:
-        """Add an adapter; if it is cancelled meanwhile, remove it."""
+        """Add an adapter; if it is cancelled before the end, remove it."""
         added = False
 
         def add() -> None:

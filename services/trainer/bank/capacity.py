@@ -26,7 +26,7 @@ MIB = 2**20
 @dataclass(frozen=True)
 class Capacity:
     usable_bytes: int
-    """Of the device's memory."""
+    """Bytes of the device's memory."""
     fixed_bytes: int
     """Measured: base and largest pass."""
     slot_bytes: int

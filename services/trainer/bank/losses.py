@@ -50,7 +50,7 @@ class Loss(msgspec.Struct, frozen=True, kw_only=True):
     scale: float = 1.0
     """Factor of the whole sum, such as 1 / tokens for a mean."""
     temperature: float = 1.0
-    """Of the distribution that the log-probabilities are of."""
+    """Temperature of the distribution whose log-probabilities are given."""
 
 
 def check_loss(loss: Loss) -> None:

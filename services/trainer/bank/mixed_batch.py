@@ -36,7 +36,7 @@ class PieceResult(NamedTuple):
     logprobs: list[F32]
     """[M] of each datum."""
     is_finite: bool
-    """Of loss and gradient."""
+    """Whether loss and gradient are finite."""
 
 
 @dataclass

@@ -98,11 +98,11 @@ class RankListener:
         return [found[rank] for rank in sorted(found)]
 
     def _rank_of(self, connection: socket.socket) -> int:
-        """Return which rank has connected; -1 if it is none of ours."""
-        connection.settimeout(HELLO_S)
+        """Return which rank has connected; -1 for a stranger."""
+        deadline = time.monotonic() + HELLO_S  # of the whole hello: it may come byte by byte
         try:
-            (size,) = HEAD.unpack(_exactly(connection, HEAD.size))
-            hello = codec.decode(Hello, _exactly(connection, min(size, HELLO_BYTES)))
+            (size,) = HEAD.unpack(_exactly(connection, HEAD.size, deadline))
+            hello = codec.decode(Hello, _exactly(connection, min(size, HELLO_BYTES), deadline))
         except (OSError, EOFError, codec.WireError, msgspec.MsgspecError) as error:
             log.warning("connection_refused", why=str(error))
             return -1
@@ -112,9 +112,11 @@ class RankListener:
         return hello.rank
 
 
-def _exactly(connection: socket.socket, size: int) -> bytes:
+def _exactly(connection: socket.socket, size: int, deadline: float) -> bytes:
+    """Raises TimeoutError after the deadline (monotonic seconds), EOFError if the connection ends."""
     found = bytearray()
     while len(found) < size:
+        connection.settimeout(max(deadline - time.monotonic(), 0.001))
         part = connection.recv(size - len(found))
         if not part:
             raise EOFError("it was closed")

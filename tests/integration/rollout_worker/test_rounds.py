@@ -13,7 +13,7 @@ from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import StopReason
 from opentinker.shared.types.env_protocol import OpenSession, SeatAction, SessionReply, StepSession
 from tests.conftest import WAIT_S
-from tests.integration.rollout_worker.remote_sessions import Playing
+from tests.integration.rollout_worker.remote.remote_sessions import Playing
 from tests.integration.rollout_worker.served.served_episodes import serving
 from tests.samples.seat_samples import Deal, Vote
 from tests.support.factories import make_spec

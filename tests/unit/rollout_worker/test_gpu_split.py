@@ -8,7 +8,14 @@ from typing import Any
 import orjson
 import pytest
 
-from opentinker.services.rollout_worker.gpu_split import ALONE, GpuSplit, Neighbours, neighbours, split
+from opentinker.services.rollout_worker.engines.gpu_split import (
+    ALONE,
+    GpuSplit,
+    Neighbours,
+    is_shared,
+    neighbours,
+    split,
+)
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.types.core import Gpu, Pool, WorkerInfo
 from opentinker.shared.types.errors import JobFailed
@@ -85,6 +92,12 @@ def spec(tmp_path: Path) -> JobSpec:
             "train": {"steps": 1},
         }
     )
+
+
+def test_a_gpu_that_another_process_sees_is_shared_whatever_its_job(spec: JobSpec) -> None:
+    own, other = worker(Pool.ROLLOUT, HERE), worker(Pool.TRAINER, HERE, "other")
+    assert is_shared(own, 1, [own, other])
+    assert not is_shared(own, 1, [own, worker(Pool.TRAINER, THERE)])
 
 
 def test_only_what_is_on_the_same_gpu_is_a_neighbour(spec: JobSpec) -> None:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 
 import pytest
 import structlog
@@ -19,7 +19,7 @@ from opentinker.services.trainer.distributed.member_ranks import MemberRanks
 from opentinker.services.trainer.distributed.rank_connections import RankLost
 from opentinker.services.trainer.distributed.rank_listener import RankListener
 from opentinker.services.trainer.distributed.rank_processes import RankProcesses
-from opentinker.services.trainer.distributed.rank_protocol import Done, FromRank, Gather, Hello, frame
+from opentinker.services.trainer.distributed.rank_protocol import HEAD, Done, FromRank, Gather, Hello, frame
 from opentinker.shared.types.core import Lease, Pool
 from opentinker.shared.types.errors import OpenTinkerError
 from opentinker.shared.types.trainer_group import JoinRanks, RankShare
@@ -109,6 +109,14 @@ def test_a_released_job_drops_who_waits_to_be_accepted(listener: RankListener) -
         listener.accept(WAIT_S)
 
 
+def drip(connection: socket.socket, over: threading.Event) -> None:
+    """Announce a hello of 1,000 bytes and send it byte by byte, each in time."""
+    with suppress(OSError):
+        connection.sendall(HEAD.pack(1000))
+        while not over.wait(0.05):
+            connection.sendall(b"x")
+
+
 def test_only_who_has_the_token_becomes_a_rank(listener: RankListener, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_listener, "HELLO_S", 0.2)
     others = [socket.create_connection((HERE, listener.port), WAIT_S) for _ in range(5)]
@@ -117,14 +125,19 @@ def test_only_who_has_the_token_becomes_a_rank(listener: RankListener, monkeypat
     others[2].sendall(b"\xff" * 64)
     others[3].close()
     others[4].sendall(b"\x08")  # and nothing more
+    slow, over = socket.create_connection((HERE, listener.port), WAIT_S), threading.Event()
+    dripping = threading.Thread(target=drip, args=(slow, over))
+    dripping.start()
     own = socket.create_connection((HERE, listener.port), WAIT_S)
     own.sendall(frame(Hello(2, listener.token)))
     with structlog.testing.capture_logs() as said:
         (rank,) = listener.accept(WAIT_S)
     assert (rank.rank, rank.worker) == (2, "trainer-1")
     assert rank.socket.getpeername() == own.getsockname()
-    assert [line["event"] for line in said] == ["connection_refused"] * 4
-    for connection in (rank.socket, own, *others):
+    assert [line["event"] for line in said] == ["connection_refused"] * 5
+    over.set()
+    dripping.join(WAIT_S)
+    for connection in (rank.socket, own, slow, *others):
         connection.close()
 
 

@@ -80,6 +80,7 @@ def test_every_mistake_is_reported_at_once() -> None:
             "must be the job's, false",
         ),
         ({"algorithm": {"group_size": 4, "kl_coef": 0.1}}, "algorithm.kl_coef", "several policies"),
+        ({"rollout": {"sleep": "always"}}, "rollout.sleep", "several policies"),
         (
             {"match": {"rotate": True}, "algorithm": {"group_size": 3}},
             "algorithm.group_size",

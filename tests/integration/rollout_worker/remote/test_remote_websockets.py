@@ -25,7 +25,7 @@ from opentinker.shared.security.egress import Egress, EgressRefused
 from opentinker.shared.types.core import Ending, Tool
 from opentinker.shared.types.env_protocol import IMPORTED, OPEN, OpenSession, SessionReply
 from tests.conftest import until
-from tests.integration.rollout_worker.remote_sessions import Game, Playing, server
+from tests.integration.rollout_worker.remote.remote_sessions import Game, Playing, server
 from tests.samples.slow_imports import Gate, alive_importers
 from tests.support.http_server import http_server
 

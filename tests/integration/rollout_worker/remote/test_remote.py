@@ -18,7 +18,7 @@ from opentinker.shared.security.egress import VARIABLE
 from opentinker.shared.types.core import Ending, Message
 from opentinker.shared.types.errors import SpecError
 from tests.conftest import until
-from tests.integration.rollout_worker.remote_sessions import Game, Playing, server
+from tests.integration.rollout_worker.remote.remote_sessions import Game, Playing, server
 
 pytestmark = pytest.mark.usefixtures("loopback_allowed")
 

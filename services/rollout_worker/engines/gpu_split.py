@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -39,6 +40,8 @@ class GpuSplit(NamedTuple):
     sleeps: bool = False
     """They give it to the trainer during each optimizer step."""
     why: str = ""
+    is_shared: bool = False
+    """Another trainer, rollout worker or reference worker sees the GPU, of this job or not."""
 
 
 class Neighbours(NamedTuple):
@@ -91,10 +94,10 @@ async def gpu_split(worker: LeasedWorker, lease: Lease, spec: JobSpec, model: st
     sleeps = spec.rollout.sleep == "always"
     if spec.rollout.toy is not None or not worker.info.gpus:
         return GpuSplit(sleeps=sleeps)
+    ranks, others = engine_ranks(spec), await worker.ctx.store.workers()
     if (share := spec.rollout.gpu_memory_utilization) is not None:
         found = GpuSplit(share, sleeps, "rollout.gpu_memory_utilization")
     else:
-        ranks, others = engine_ranks(spec), await worker.ctx.store.workers()
         engine = await asyncio.to_thread(weight_bytes, model, spec.model.dtype) // ranks
         splits = []
         for gpu in worker.info.gpus[:ranks]:  # vLLM takes the same share of each
@@ -103,10 +106,17 @@ async def gpu_split(worker: LeasedWorker, lease: Lease, spec: JobSpec, model: st
             may_sleep = len(spec.policies) < 2
             splits.append(split(gpu.memory, engine, near, sleep=spec.rollout.sleep, may_sleep=may_sleep))
         found = min(splits, key=lambda one: (not one.sleeps, one.share))
+    found = found._replace(is_shared=is_shared(worker.info, ranks, others))
     if found.why:
         detail = {**found._asdict(), "worker": worker.info.id}
         await worker.ctx.store.update(lease.job, event="engine_memory", detail=detail)
     return found
+
+
+def is_shared(own: WorkerInfo, ranks: int, workers: Iterable[WorkerInfo]) -> bool:
+    """Return whether another worker, of any job or none, sees one of the GPUs that this one uses."""
+    ours = {gpu.uuid for gpu in own.gpus[:ranks]}
+    return any(one.id != own.id and ours & {gpu.uuid for gpu in one.gpus} for one in workers)
 
 
 def neighbours(spec: JobSpec, job: str, gpu: Gpu, workers: list[WorkerInfo], used: int) -> Neighbours:
