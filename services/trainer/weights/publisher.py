@@ -14,13 +14,14 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import structlog
 
 from opentinker.services.trainer.learners.base import BUCKET_BYTES, SnapshotLike
+from opentinker.services.trainer.weights.step_room import StepRoom, release_unused
 from opentinker.services.trainer.weights.swap_requests import SwapCalls, SwapFailure
 from opentinker.services.trainer.weights.transport_choice import place_of, transports
 from opentinker.shared.asyncio_tools import wait_event
@@ -69,8 +70,9 @@ class Publisher:
         self._not_before: dict[str, float] = {}
         self._failed_attempts = 0
         """Consecutive attempts that reached no worker."""
-        self._sleepers: list[WorkerInfo] = []
-        """Members whose engines must sleep during a step."""
+        self._room = StepRoom(self._calls)
+        self._knows_workers = False
+        """Workers have been looked for: before that, any of them may have an engine that must sleep."""
         self._moving = asyncio.Lock()
         """Held while the group forms, while weights move, and while engines sleep."""
 
@@ -103,22 +105,26 @@ class Publisher:
 
     @asynccontextmanager
     async def room_for_step(self) -> AsyncIterator[None]:
-        """Run the body, an optimizer step, while engines sleep that have no room next to it on the trainer's GPU."""
-        async with self._moving if self._sleepers else nullcontext():
-            sleepers = list(self._sleepers)
-            self._note_failures(await self._calls.tell(sleepers, "sleep", self._generation))
+        """Run the body, an optimizer step, while engines sleep that have no room next to it on the trainer's GPU. One
+        that does not obey is excluded until it joins again, which wakes it; a step without room fails with a message.
+        """
+        async with self._moving if self._room.sleepers or not self._knows_workers else nullcontext():
+            if not self._knows_workers:
+                await self._find_members()
+            sleepers = self._room.sleepers
             try:
+                await self._tell(sleepers, "sleep")
                 yield
             finally:
                 if sleepers:
                     await asyncio.to_thread(release_unused, self.device)
-                    self._note_failures(await self._calls.tell(sleepers, "wake", self._generation))
+                    await self._tell(sleepers, "wake")
 
-    def _note_failures(self, answers: list[SwapReply | SwapFailure]) -> None:
-        """Log engines that did not obey: a step without room fails with a message, and a lost engine reports itself."""
-        for answer in answers:
-            if isinstance(answer, SwapFailure):
-                log.warning("engine_did_not_obey", why=answer.why)
+    async def _tell(self, sleepers: list[WorkerInfo], action: str) -> None:
+        failures = await self._room.tell(sleepers, action, self._generation, self._load_s())
+        if failures:
+            workers, answers = zip(*failures, strict=True)
+            self._break_group(workers, answers, "")
 
     async def _update(self) -> None:
         wanted = await self._find_members()
@@ -129,15 +135,18 @@ class Publisher:
 
     async def _find_members(self) -> list[WorkerInfo]:
         """Return the members that the group should have. If membership changes, every member must answer a ping."""
-        now = time.monotonic()
+        now, alive = time.monotonic(), await self.ctx.store.workers()
+        self._knows_workers = True
+        self._room.forget_others(_addresses(alive))
         ready = [
             worker
-            for worker in await self.ctx.store.workers()
+            for worker in alive
             if worker.takes_weights_of(self.lease.job) and now >= self._not_before.get(worker.address, now)
         ]
         if _addresses(ready) == _addresses(self._members):
             return ready
         answers = await self._calls.ping_all(ready)
+        self._room.note(ready, answers)
         refused = [(w, a) for w, a in zip(ready, answers, strict=True) if isinstance(a, SwapFailure) and not a.absent]
         for worker, failure in refused:
             self._back_off(worker, failure)
@@ -180,7 +189,7 @@ class Publisher:
         """Form a new group of exactly these workers, or none."""
         self._leave()
         self._generation += 1
-        self._members, self._sleepers = members, []
+        self._members = members
         if not members:
             return
         chosen = await self._transports(members)
@@ -201,13 +210,12 @@ class Publisher:
         problem, answers = await self._calls.call(
             list(zip(members, commands, strict=True)), self._enter(port, chosen), self._timeout_s, self._give_up
         )
+        self._room.note(members, answers)
         if problem or any(isinstance(answer, SwapFailure) for answer in answers):
             self._break_group(members, answers, problem)
             if self._is_own_fault(members, answers, problem):
                 self._count_failure(members, answers, problem)
             return
-        both = zip(members, answers, strict=True)
-        self._sleepers = [worker for worker, answer in both if isinstance(answer, SwapReply) and answer.sleeps]
         used = chosen if self._group is None else self._group.transports
         by_worker = dict(zip([w.id for w in members], used, strict=True))
         log.info("weight_group", generation=self._generation, rollout_workers=by_worker)
@@ -274,7 +282,7 @@ class Publisher:
         problem, answers = await self._calls.call(
             [(worker, command) for worker in members],
             self._transfer(snapshot),
-            self._load_s(snapshot),
+            self._load_s(),
             self._give_up,
         )
         good: list[SwapReply] = []
@@ -297,9 +305,11 @@ class Publisher:
             phases["swap/mismatch"] = max(found)
         await self._served(snapshot.version, {**phases, "swap/seconds": time.monotonic() - started})
 
-    def _load_s(self, snapshot: SnapshotLike) -> float:
-        """Return the time limit of an engine for pause, load and resume; the group limits the transfer before it."""
-        if self._group is None:
+    def _load_s(self) -> float:
+        """Return the time limit of an engine for pause, load and resume, and for moving its weights out of the GPU and
+        back; the group limits the transfer before it."""
+        snapshot = self._snapshot
+        if self._group is None or snapshot is None:
             return self._timeout_s
         from opentinker.shared.nn import transport
 
@@ -318,13 +328,15 @@ class Publisher:
 
     # --- failures -----------------------------------------------------------------------------------------------
 
-    def _break_group(self, members: list[WorkerInfo], answers: list[SwapReply | SwapFailure], problem: str) -> None:
+    def _break_group(
+        self, members: Sequence[WorkerInfo], answers: Sequence[SwapReply | SwapFailure], problem: str
+    ) -> None:
         """Leave the broken group: the next iteration forms another without the workers at fault."""
         log.warning("weight_group_broken", generation=self._generation, problem=problem)
         for worker, failure in _at_fault(members, answers, problem):
             self._back_off(worker, failure)
         self._leave()
-        self._members, self._sleepers = [], []
+        self._members = []
         self._wake.set()
 
     def _back_off(self, worker: WorkerInfo, failure: SwapFailure) -> None:
@@ -359,7 +371,7 @@ class Publisher:
 
 
 def _at_fault(
-    members: list[WorkerInfo], answers: list[SwapReply | SwapFailure], problem: str
+    members: Sequence[WorkerInfo], answers: Sequence[SwapReply | SwapFailure], problem: str
 ) -> list[tuple[WorkerInfo, SwapFailure]]:
     """Return the dead and silent workers. If there are none: all that failed, or, where the trainer's own part failed
     too, the first of them, as the others may have failed because of it."""
@@ -372,14 +384,6 @@ def _at_fault(
 
 def _addresses(workers: list[WorkerInfo]) -> set[str]:
     return {worker.address for worker in workers}
-
-
-def release_unused(device: str) -> None:
-    """Give memory that torch keeps for later tensors back to the GPU."""
-    if device == "cuda":
-        import torch
-
-        torch.cuda.empty_cache()
 
 
 def _slowest(replies: list[SwapReply]) -> dict[str, float]:

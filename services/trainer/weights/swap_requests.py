@@ -65,10 +65,20 @@ class SwapCalls:
         """Ping workers, regardless of their last heartbeat; one that is busy with an earlier swap fails."""
         return list(await asyncio.gather(*(self._ping(worker) for worker in workers)))
 
-    async def tell(self, workers: Sequence[WorkerInfo], action: str, generation: int) -> list[SwapReply | SwapFailure]:
-        """Send one command to all of them and wait for their answers."""
+    async def tell(
+        self, workers: Sequence[WorkerInfo], action: str, generation: int, timeout_s: float
+    ) -> list[SwapReply | SwapFailure]:
+        """Send one command to all of them and wait for their answers, at most `timeout_s`."""
+        if not workers:
+            return []
         command = self.command(action=action, generation=generation)
-        return list(await asyncio.gather(*(self._request(worker, command) for worker in workers)))
+        asks = [asyncio.create_task(self._request(worker, command)) for worker in workers]
+        try:
+            await asyncio.wait(asks, timeout=timeout_s)
+        finally:
+            await cancel_and_wait(*asks)
+        late = SwapFailure(f"no answer to {action!r} within {timeout_s:.1f} s", late=True)
+        return [late if ask.cancelled() else ask.result() for ask in asks]
 
     async def call(
         self,
@@ -100,25 +110,25 @@ class SwapCalls:
         asking = asyncio.create_task(self.ctx.bus.request(SWAP, command, REQUEST_LIMIT_S, worker=worker.address))
         try:
             while not (await asyncio.wait([asking], timeout=POLL_S))[0]:
-                if why := await self._absence(worker):
-                    return SwapFailure(why, absent=True)
+                if failure := await self._absence(worker):
+                    return failure
             reply = asking.result()
         except NoReply as error:  # the address has no responder, or NATS is away
-            return SwapFailure(str(error), absent=True)
+            return SwapFailure(str(error), absent=True, gone=isinstance(error, NoResponders))
         except WireError as error:
             return SwapFailure(str(error))
         finally:
             await cancel_and_wait(asking)
         return reply if reply.ok else SwapFailure(reply.error)
 
-    async def _absence(self, worker: WorkerInfo) -> str:
-        """Return why the worker will not answer, or an empty string."""
+    async def _absence(self, worker: WorkerInfo) -> SwapFailure | None:
+        """Return why the worker will not answer; None if it may."""
         answer = await self._ping(worker)
         if isinstance(answer, SwapFailure) and answer.gone:
-            return "its process is gone"
+            return SwapFailure("its process is gone", absent=True, gone=True)
         if worker.address not in await self._heartbeats():
-            return "its heartbeat has expired"
-        return ""
+            return SwapFailure("its heartbeat has expired", absent=True)
+        return None
 
     async def _heartbeats(self) -> set[str]:
         """Return the addresses of all live workers, at most POLL_S old."""

@@ -187,30 +187,3 @@ async def test_each_phase_has_its_timeout(monkeypatch: pytest.MonkeyPatch, new_c
             reason = await failure_of(few.publisher)
         assert "last: w: no answer 1.5 s after" in reason and "swap_timeout_s = 1.5" in reason
         await slow.engine.close()
-
-
-async def test_engines_without_room_sleep_during_a_step_and_no_weights_move_meanwhile(ctx: Context) -> None:
-    sleeper, other = FakeWorker(ctx, "sleeper", takes, sleeps=True), FakeWorker(ctx, "other", takes)
-    async with running(sleeper.live()), running(other.live()), training(ctx, FAKE, "none") as trainer:
-        await trainer.serve(1)
-        await until(lambda: sleeper.version == other.version == version(1))
-        before = len(sleeper.asked)
-        async with trainer.publisher.room_for_step():
-            assert sleeper.asked[before:] == ["sleep"]
-            await trainer.offer(2)
-            await asyncio.sleep(0.2)  # many times as long as it takes to publish
-            assert "receive" not in sleeper.asked[before:] and other.version == version(1)
-        await trainer.serves()
-        await until(lambda: sleeper.version == version(2))
-    assert sleeper.asked[before : before + 3] == ["sleep", "wake", "receive"]
-    assert not {"sleep", "wake"} & {*other.asked}
-
-
-async def test_engines_wake_after_a_step_that_failed(ctx: Context) -> None:
-    sleeper = FakeWorker(ctx, "sleeper", takes, sleeps=True)
-    async with running(sleeper.live()), training(ctx, FAKE, "none") as trainer:
-        await trainer.serve(1)
-        with pytest.raises(JobFailed, match="out of memory"):
-            async with trainer.publisher.room_for_step():
-                raise JobFailed("out of memory")
-    assert sleeper.asked[-2:] == ["sleep", "wake"]

@@ -1,0 +1,57 @@
+"""Engines that must sleep while the trainer takes a step, because both have no room on its GPU.
+
+An engine's replies say whether it sleeps (`SwapReply.sleeps`), from the first ping on. It is remembered until its
+process is gone, whether or not it is in the weight group: its memory stays occupied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from opentinker.services.trainer.weights.swap_requests import SwapCalls, SwapFailure
+from opentinker.shared.types.core import WorkerInfo
+from opentinker.shared.types.swap import SwapReply
+
+Failures = list[tuple[WorkerInfo, SwapFailure]]
+
+
+class StepRoom:
+    def __init__(self, calls: SwapCalls) -> None:
+        self._calls = calls
+        self._sleepers: dict[str, WorkerInfo] = {}
+        """By address."""
+
+    @property
+    def sleepers(self) -> list[WorkerInfo]:
+        return list(self._sleepers.values())
+
+    def note(self, workers: Sequence[WorkerInfo], answers: Sequence[SwapReply | SwapFailure]) -> None:
+        """Remember from their answers which of the workers have engines that sleep."""
+        for worker, answer in zip(workers, answers, strict=True):
+            if isinstance(answer, SwapReply) and answer.sleeps:
+                self._sleepers[worker.address] = worker
+
+    def forget_others(self, addresses: Collection[str]) -> None:
+        """Forget engines at other addresses than these, which have heartbeats."""
+        self._sleepers = {name: worker for name, worker in self._sleepers.items() if name in addresses}
+
+    async def tell(self, sleepers: Sequence[WorkerInfo], action: str, generation: int, timeout_s: float) -> Failures:
+        """Have them sleep or wake. Return those that did not, without those whose process is gone."""
+        answers = await self._calls.tell(sleepers, action, generation, timeout_s)
+        failures = []
+        for worker, answer in zip(sleepers, answers, strict=True):
+            if not isinstance(answer, SwapFailure):
+                continue
+            if answer.gone:
+                self._sleepers.pop(worker.address, None)
+            else:
+                failures.append((worker, answer))
+        return failures
+
+
+def release_unused(device: str) -> None:
+    """Give memory that torch keeps for later tensors back to the GPU."""
+    if device == "cuda":
+        import torch
+
+        torch.cuda.empty_cache()

@@ -1,0 +1,120 @@
+"""Engines that sleep during optimizer steps: which are told, when, and for how long that may take."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+import pytest
+
+from opentinker.services.rollout_worker.engines.base import SwapError
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.types.errors import JobFailed
+from opentinker.shared.types.swap import SwapCommand
+from tests.conftest import WAIT_S, soon, until
+from tests.integration.trainer.publisher.published_weights import BRIEF_S, FAKE, FakeWorker, Trainer, takes, training
+from tests.support.factories import version
+from tests.support.scheduling import running
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+async def test_engines_without_room_sleep_during_a_step_and_no_weights_move_meanwhile(ctx: Context) -> None:
+    sleeper, other = FakeWorker(ctx, "sleeper", takes, sleeps=True), FakeWorker(ctx, "other", takes)
+    async with running(sleeper.live()), running(other.live()), training(ctx, FAKE, "none") as trainer:
+        await trainer.serve(1)
+        await until(lambda: sleeper.version == other.version == version(1))
+        before = len(sleeper.asked)
+        async with trainer.publisher.room_for_step():
+            assert sleeper.asked[before:] == ["sleep"]
+            await trainer.offer(2)
+            await asyncio.sleep(0.2)  # many times as long as it takes to publish
+            assert "receive" not in sleeper.asked[before:] and other.version == version(1)
+        await trainer.serves()
+        await until(lambda: sleeper.version == version(2))
+    assert sleeper.asked[before : before + 3] == ["sleep", "wake", "receive"]
+    assert not {"sleep", "wake"} & {*other.asked}
+
+
+async def test_engines_wake_after_a_step_that_failed(ctx: Context) -> None:
+    sleeper = FakeWorker(ctx, "sleeper", takes, sleeps=True)
+    async with running(sleeper.live()), training(ctx, FAKE, "none") as trainer:
+        await trainer.serve(1)
+        with pytest.raises(JobFailed, match="out of memory"):
+            async with trainer.publisher.room_for_step():
+                raise JobFailed("out of memory")
+    assert sleeper.asked[-2:] == ["sleep", "wake"]
+
+
+async def test_engines_are_remembered_while_another_group_forms(ctx: Context) -> None:
+    joins, refuse = asyncio.Event(), False
+    joins.set()
+
+    async def take(command: SwapCommand) -> None:
+        if command.action == "receive" and refuse:
+            raise SwapError("the disk is on fire")
+        if command.action == "join":
+            await joins.wait()
+
+    sleeper, other = FakeWorker(ctx, "sleeper", takes, sleeps=True), FakeWorker(ctx, "other", take)
+    async with running(sleeper.live()), running(other.live()), training(ctx, FAKE, "none") as trainer:
+        await trainer.serve(1)
+        await until(lambda: sleeper.version == other.version == version(1))
+        refuse, before = True, other.asked.count("join")
+        joins.clear()
+        await trainer.serve(2)  # breaks the group
+        await until(lambda: other.has_done("join", before + 1))  # and the next one does not form
+        asked = len(sleeper.asked)
+
+        async def step() -> None:
+            async with trainer.publisher.room_for_step():
+                assert sleeper.asked[-1] == "sleep"
+
+        async with running(step()) as stepping:
+            await asyncio.sleep(0.1)
+            assert not stepping.done() and "sleep" not in sleeper.asked[asked:]
+            refuse = False
+            joins.set()
+            await soon(asyncio.shield(stepping))
+
+
+async def test_the_first_step_of_a_trainer_finds_the_engines_of_its_predecessor(ctx: Context) -> None:
+    sleeper = FakeWorker(ctx, "sleeper", takes, sleeps=True)
+    async with running(sleeper.live()):
+        await until(ctx.store.workers)
+        async with Trainer(ctx, FAKE, "none").publisher.room_for_step():
+            assert sleeper.asked == ["sleep"]
+    assert sleeper.asked == ["sleep", "wake"]
+
+
+@pytest.mark.parametrize("action", ["sleep", "wake"])
+async def test_an_engine_that_does_not_obey_delays_a_step_no_longer_than_a_swap_and_joins_again(
+    ctx: Context, action: str
+) -> None:
+    goes_on = asyncio.Event()
+    brief = dataclasses.replace(ctx, settings=ctx.settings.model_copy(update={"swap_timeout_s": BRIEF_S}))
+
+    async def take(command: SwapCommand) -> None:
+        if command.action == action:
+            await goes_on.wait()
+
+    sleeper = FakeWorker(ctx, "sleeper", take, sleeps=True)
+    async with running(sleeper.live()), training(brief, FAKE, "none") as trainer:
+        await trainer.serve(1)
+        async with asyncio.timeout(WAIT_S), trainer.publisher.room_for_step():
+            assert sleeper.asked[-1] == "sleep"
+        joined = sleeper.asked.count("join")
+        goes_on.set()
+        await until(lambda: sleeper.has_done("join", joined + 1))
+        await trainer.serve(2)
+
+
+async def test_an_engine_whose_process_is_gone_is_not_told_to_sleep(ctx: Context) -> None:
+    sleeper, other = FakeWorker(ctx, "sleeper", takes, sleeps=True), FakeWorker(ctx, "other", takes)
+    async with running(other.live()), training(ctx, FAKE, "none") as trainer:
+        async with running(sleeper.live()):
+            await trainer.serve(1)
+            await until(lambda: sleeper.version == version(1))
+        async with trainer.publisher.room_for_step():
+            pass
+        assert not trainer.publisher._room.sleepers and trainer.publisher.workers == 1
