@@ -40,11 +40,18 @@ MakeEngine = Callable[[JobSpec, Renderer, str, Sequence[ServedAdapter], Sequence
 
 
 async def run_lease(
-    worker: LeasedWorker, lease: Lease, spec: JobSpec, make_engine: MakeEngine, sessions: Sessions
+    worker: LeasedWorker,
+    lease: Lease,
+    spec: JobSpec,
+    make_engine: MakeEngine,
+    sessions: Sessions,
+    *,
+    kept: bool = False,
 ) -> None:
-    """Load tokenizer and engine, then run the job. Raises JobFailed when the model cannot be served."""
+    """Load tokenizer and engine, then run the job. `kept`: the last job's engine is still there. Raises JobFailed when
+    the model cannot be served."""
     async with AsyncExitStack() as held:
-        load = Loader(worker, lease, spec, make_engine, held)
+        load = Loader(worker, lease, spec, make_engine, held, kept=kept)
         policies = await load.policies()
         if spec.kind == "inference":
             await InferenceJob(worker, lease, spec, policies[0].engine, policies[0].renderer).run()
@@ -58,10 +65,20 @@ class Loader:
     """Loads the policies of a lease. `held` closes their engines."""
 
     def __init__(
-        self, worker: LeasedWorker, lease: Lease, spec: JobSpec, make_engine: MakeEngine, held: AsyncExitStack
+        self,
+        worker: LeasedWorker,
+        lease: Lease,
+        spec: JobSpec,
+        make_engine: MakeEngine,
+        held: AsyncExitStack,
+        *,
+        kept: bool,
     ) -> None:
         self._worker, self._lease, self._spec, self._make_engine, self._held = worker, lease, spec, make_engine, held
         self._engines = engines(spec)
+        self._kept = kept
+        self._memory: GpuSplit | None = None
+        """Of all engines: measured before the first of them is loaded."""
 
     async def policies(self) -> list[LoadedPolicy]:
         """Load the policies of the job, then frozen checkpoints and pools that play its seats. `opponents.py` gives a
@@ -80,7 +97,7 @@ class Loader:
             model = own.model.base if given is None or given.full is None else str(given.full)
             renderer = await self._renderer(own)
             if engine is None:
-                memory = await gpu_split(self._worker, self._lease, self._spec, model)
+                memory = await self._split(model)
                 engine = view = self._make_engine(own, renderer, model, adapters, policies, len(self._engines), memory)
                 self._held.push_async_callback(_close, engine)
                 await _start(self._worker, self._lease, engine, model)
@@ -91,6 +108,12 @@ class Loader:
             loaded = LoadedPolicy(policy.name, own, view, renderer, policy.is_frozen or bool(policy.pool))
             await _serve(loaded, model, given, adapters)
             yield loaded
+
+    async def _split(self, model: str) -> GpuSplit:
+        if self._memory is None:
+            count = len(self._engines)
+            self._memory = await gpu_split(self._worker, self._lease, self._spec, model, count, kept=self._kept)
+        return self._memory
 
     async def _say_lora(self, engine: Engine) -> None:
         """Report in the job's events how the engine serves adapters."""

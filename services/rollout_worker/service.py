@@ -52,7 +52,8 @@ async def serve(ctx: Context) -> None:
         record = await ctx.store.job(lease.job)
         readable = await readable_by(ctx.store, ctx.settings, record.tenant, record.spec)
         sessions = EnvClient(ctx.bus, tenant=record.tenant, owner=owner, own_jobs=readable.own)
-        await run_lease(worker, lease, spec, partial(make_engine, settings=ctx.settings, warm=warm), sessions)
+        make = partial(make_engine, settings=ctx.settings, warm=warm)
+        await run_lease(worker, lease, spec, make, sessions, kept=warm.has_engine)
 
     if ctx.settings.preload:
         # Before the first heartbeat: imports hold the interpreter for seconds, and a silent worker counts as dead.

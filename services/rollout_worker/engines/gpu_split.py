@@ -7,7 +7,7 @@ import asyncio
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import structlog
 
@@ -55,42 +55,79 @@ class Neighbours(NamedTuple):
     """Measured now, by all processes; some may still be loading."""
     rollout_workers: int = 1
     """Rollout workers on the GPU, this one included: they have equal parts."""
+    loaded: int = 0
+    """Those of them whose engines are in `used` already."""
 
 
 def split(
-    total: int, engine: int, near: Neighbours, *, sleep: Literal["auto", "always", "never"], may_sleep: bool
+    total: int,
+    engine: int,
+    near: Neighbours,
+    *,
+    sleep: Literal["auto", "always", "never"],
+    may_sleep: bool,
+    staged: int = 0,
 ) -> GpuSplit:
-    """Divide `total` bytes. `engine`: bytes of the weights that the engines load. Raises JobFailed if there is no room.
+    """Divide `total` bytes. `engine`: bytes of the weights that the engines load; `staged`: of versions that they have
+    received and not loaded yet, outside their share. Raises JobFailed if there is no room.
 
     Engines next to the step, if their KV cache keeps `KV_SHARE` of the GPU; otherwise engines that sleep during it.
     """
-    if not near.step and near.rollout_workers == 1:
-        return GpuSplit()
     needed = engine + int(KV_SHARE * total / near.rollout_workers)
+    if not near.step and near.rollout_workers == 1:
+        return _alone(total, engine, needed, near, staged)
     told = f"{total / GB:.0f} GB: {near.step / GB:.1f} for a step of the trainer and frozen models"
-    beside = _share(total, max(near.step, near.used), near.rollout_workers)
+    told += f", {staged / GB:.1f} for a version that arrives" if staged else ""
+    beside = _share(total, near.step, near, staged)
     if beside * total >= needed and sleep != "always":
         return GpuSplit(beside, False, f"{told}, {beside * total / GB:.1f} for this worker's engines")
-    between = _share(total, max(near.rest, near.used), near.rollout_workers)
+    between = _share(total, near.rest, near, staged)
     if may_sleep and sleep != "never" and between * total >= needed:
         held = f"{near.rest / GB:.1f} between steps"
         return GpuSplit(between, True, f"{told} ({held}), so the engines sleep during steps")
     if beside * total > engine and sleep != "always":
         return GpuSplit(beside, False, f"{told}, which leaves {beside * total / GB:.1f}: a small KV cache")
     raise JobFailed(
-        f"the trainer and a rollout worker share a GPU of {told}; the engines need {needed / GB:.1f}, and "
-        f"{max(beside, between) * total / GB:.1f} are left. Set train.gradient_checkpointing, a smaller "
-        "train.tokens_per_micro_batch or model.lora, or give the rollout worker another GPU"
+        f"the trainer and a rollout worker share a GPU of {told}; {near.used / GB:.1f} are in use; the engines need "
+        f"{needed / GB:.1f}, and {max(beside, between) * total / GB:.1f} are left. Set train.gradient_checkpointing, a "
+        "smaller train.tokens_per_micro_batch or model.lora, or give the rollout worker another GPU"
     )
 
 
-def _share(total: int, taken: int, rollout_workers: int) -> float:
-    return max(0.0, min(ALONE, 1.0 - SPARE - taken / total) / rollout_workers)
+def _alone(total: int, engine: int, needed: int, near: Neighbours, staged: int) -> GpuSplit:
+    """Return the share of engines that have the GPU for themselves, as far as we know."""
+    share = _share(total, 0, near, staged)
+    if share * total < needed:  # the trainer's version may come by the machine's memory
+        share = _share(total, 0, near, 0)
+    if share == ALONE:
+        return GpuSplit()
+    told = f"{total / GB:.0f} GB: {near.used / GB:.1f} in use by other processes"
+    if share * total <= engine:
+        raise JobFailed(
+            f"a rollout worker's GPU has {told}; the engines need {needed / GB:.1f}, and {share * total / GB:.1f} are "
+            "left. End the processes that `nvidia-smi` lists, or give the rollout worker another GPU"
+        )
+    # In hundredths: an engine is kept for the next job if that gets the same share.
+    share = int(share * 100) / 100
+    return GpuSplit(
+        share, False, f"{told}, {staged / GB:.1f} for a version that arrives, {share * total / GB:.1f} left"
+    )
 
 
-async def gpu_split(worker: LeasedWorker, lease: Lease, spec: JobSpec, model: str) -> GpuSplit:
+def _share(total: int, taken: int, near: Neighbours, staged: int) -> float:
+    """Return this worker's part of the GPU: an equal one of what `taken` leaves by plan, and no more than an equal one
+    of what is free now, among those that have not loaded."""
+    planned = (1.0 - SPARE - taken / total) / near.rollout_workers
+    free = (1.0 - SPARE - near.used / total) / max(1, near.rollout_workers - near.loaded)
+    return max(0.0, min(ALONE / near.rollout_workers, min(planned, free) - staged / total))
+
+
+async def gpu_split(
+    worker: LeasedWorker, lease: Lease, spec: JobSpec, model: str, engines: int = 1, *, kept: bool = False
+) -> GpuSplit:
     """Return what the engines of this worker may take, and report it in the job's events where the GPU is shared or
-    the spec says how much. `model`: what they load."""
+    the spec says how much. Before one of them is loaded. `model`: what each of them loads; `kept`: the engine of the
+    worker's last job is there, and ends or serves this one."""
     sleeps = spec.rollout.sleep == "always"
     if spec.rollout.toy is not None or not worker.info.gpus:
         return GpuSplit(sleeps=sleeps)
@@ -98,13 +135,14 @@ async def gpu_split(worker: LeasedWorker, lease: Lease, spec: JobSpec, model: st
     if (share := spec.rollout.gpu_memory_utilization) is not None:
         found = GpuSplit(share, sleeps, "rollout.gpu_memory_utilization")
     else:
-        engine = await asyncio.to_thread(weight_bytes, model, spec.model.dtype) // ranks
+        weights = engines * await asyncio.to_thread(weight_bytes, model, spec.model.dtype)
+        engine, staged = weights // ranks, weights if ranks == 1 and _stages(spec) else 0
         splits = []
         for gpu in worker.info.gpus[:ranks]:  # vLLM takes the same share of each
-            used = await asyncio.to_thread(used_bytes, gpu.uuid)
+            used = None if kept else await asyncio.to_thread(used_bytes, gpu.uuid)
             near = await asyncio.to_thread(neighbours, spec, lease.job, gpu, others, used or 0)
-            may_sleep = len(spec.policies) < 2
-            splits.append(split(gpu.memory, engine, near, sleep=spec.rollout.sleep, may_sleep=may_sleep))
+            how: dict[str, Any] = {"sleep": spec.rollout.sleep, "may_sleep": len(spec.policies) < 2}
+            splits.append(split(gpu.memory, engine, near, staged=staged, **how))
         found = min(splits, key=lambda one: (not one.sleeps, one.share))
     found = found._replace(is_shared=is_shared(worker.info, ranks, others))
     if found.why:
@@ -119,15 +157,27 @@ def is_shared(own: WorkerInfo, ranks: int, workers: Iterable[WorkerInfo]) -> boo
     return any(one.id != own.id and ours & {gpu.uuid for gpu in one.gpus} for one in workers)
 
 
+def _stages(spec: JobSpec) -> bool:
+    """Return whether all weights of a version arrive in memory of the GPU before they are loaded; adapters are
+    small."""
+    if spec.model.lora is not None:
+        return False
+    if spec.kind == "rl":
+        return bool(spec.resources.trainer_gpus) and spec.train.learner == "torch"
+    return spec.start is not None and spec.start.live
+
+
 def neighbours(spec: JobSpec, job: str, gpu: Gpu, workers: list[WorkerInfo], used: int) -> Neighbours:
     """Return what other processes on the GPU take or will take for the job: an idle trainer may be about to begin.
     Blocking: reads configurations."""
     here = [w for w in workers if any(own.uuid == gpu.uuid for own in w.gpus)]
-    rollout_workers = max(1, sum(w.pool == Pool.ROLLOUT for w in here))
+    rollout = [w for w in here if w.pool == Pool.ROLLOUT]
+    loaded = min(sum(w.status in ("ready", "draining") for w in rollout), max(0, len(rollout) - 1))
     step = rest = 0
     if spec.resources.trainer_gpus and any(w.pool == Pool.TRAINER and w.job in (job, None) for w in here):
         for memory in planned(spec):
-            step, rest = step + memory.total, rest + memory.weights + memory.moments + memory.snapshot
+            # A version is sent while the next one is made.
+            step, rest = step + memory.total, rest + memory.weights + memory.moments + 2 * memory.snapshot
         step, rest = step + CONTEXT_BYTES, rest + CONTEXT_BYTES
     if any(w.pool == Pool.REFERENCE for w in here):
         frozen = [(spec.model.base, spec.model.dtype)] if spec.algorithm.kl_coef > 0 else []
@@ -135,7 +185,7 @@ def neighbours(spec: JobSpec, job: str, gpu: Gpu, workers: list[WorkerInfo], use
         frozen += [(one.base, one.dtype) for one in spec.reward_models]
         held = sum(weight_bytes(*model) for model in frozen) + CONTEXT_BYTES if frozen else 0
         step, rest = step + held, rest + held
-    return Neighbours(step, rest, used, rollout_workers)
+    return Neighbours(max(step, rest), rest, used, max(1, len(rollout)), loaded)
 
 
 def weight_bytes(base: str, dtype: str) -> int:

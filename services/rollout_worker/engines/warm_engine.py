@@ -47,6 +47,10 @@ class WarmEngine:
         self._kept: KeptEngine | None = None
         self._expiry: asyncio.Task[None] | None = None
 
+    @property
+    def has_engine(self) -> bool:
+        return self._kept is not None
+
     async def take(self, key: Key | None) -> KeptEngine | None:
         """Give away the engine with this key if it is there and alive. Any other ends first: two may not fit."""
         try:

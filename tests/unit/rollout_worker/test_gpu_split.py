@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
+import msgspec
 import orjson
 import pytest
 
+from opentinker.services.rollout_worker.engines import gpu_split
 from opentinker.services.rollout_worker.engines.gpu_split import (
     ALONE,
     GpuSplit,
     Neighbours,
     is_shared,
     neighbours,
+    planned,
     split,
 )
+from opentinker.services.rollout_worker.run_lease import Loader
+from opentinker.shared.data.gpu_memory import CONTEXT_BYTES
 from opentinker.shared.spec import JobSpec, parse_spec
-from opentinker.shared.types.core import Gpu, Pool, WorkerInfo
+from opentinker.shared.types.core import Gpu, Lease, Pool, WorkerInfo
 from opentinker.shared.types.errors import JobFailed
 
 GB = 1_000_000_000
@@ -30,12 +38,43 @@ QWEN = {
 }
 
 
-def divided(engine: int, near: Neighbours, sleep: Any = "auto", *, may_sleep: bool = True) -> GpuSplit:
-    return split(TOTAL, engine, near, sleep=sleep, may_sleep=may_sleep)
+def divided(engine: int, near: Neighbours, sleep: Any = "auto", *, may_sleep: bool = True, staged: int = 0) -> GpuSplit:
+    return split(TOTAL, engine, near, sleep=sleep, may_sleep=may_sleep, staged=staged)
 
 
 def test_worker_alone_takes_most() -> None:
     assert divided(2 * GB, Neighbours(0, 0, 0)) == GpuSplit(ALONE)
+
+
+def test_worker_alone_leaves_others_what_they_use() -> None:
+    assert divided(2 * GB, Neighbours(0, 0, 3 * GB)) == GpuSplit(ALONE)
+    found = divided(2 * GB, Neighbours(0, 0, 40 * GB))
+    assert found.share == pytest.approx(0.46) and "40.0 in use by other processes" in found.why
+    with pytest.raises(JobFailed, match=r"80 GB: 70\.0 in use by other processes.*nvidia-smi"):
+        divided(10 * GB, Neighbours(0, 0, 70 * GB))
+
+
+def test_a_version_that_arrives_has_room_outside_the_engines_share() -> None:
+    assert divided(16 * GB, Neighbours(0, 0, 0), staged=16 * GB).share == pytest.approx(0.96 - 16 / 80)
+    assert divided(2 * GB, Neighbours(0, 0, 0), staged=2 * GB).share == ALONE
+    near = Neighbours(20 * GB, 12 * GB, 0)
+    assert divided(4 * GB, near, staged=4 * GB).share == pytest.approx(0.96 - 20 / 80 - 4 / 80)
+    assert divided(4 * GB, near._replace(rollout_workers=2), staged=4 * GB).share == pytest.approx(
+        (0.96 - 20 / 80) / 2 - 4 / 80
+    )
+
+
+def test_a_large_model_that_is_alone_does_not_fail_for_a_version_that_might_fit_nowhere_on_the_gpu() -> None:
+    assert divided(50 * GB, Neighbours(0, 0, 0), staged=50 * GB) == GpuSplit(ALONE)
+
+
+def test_memory_in_use_is_divided_among_those_that_have_not_loaded() -> None:
+    first = divided(2 * GB, Neighbours(20 * GB, 12 * GB, 12 * GB, 2))
+    used = 12 * GB + int(first.share * TOTAL)
+    second = divided(2 * GB, Neighbours(20 * GB, 12 * GB, used, 2, 1))
+    assert second.share == first.share == pytest.approx((0.96 - 20 / 80) / 2)
+    used += 10 * GB  # a stranger's
+    assert divided(2 * GB, Neighbours(20 * GB, 12 * GB, used, 2, 1)).share == pytest.approx(0.96 - used / TOTAL)
 
 
 def test_engines_get_what_a_step_leaves() -> None:
@@ -110,3 +149,23 @@ def test_only_what_is_on_the_same_gpu_is_a_neighbour(spec: JobSpec) -> None:
     assert neighbours(spec, "j", HERE, [own, worker(Pool.TRAINER, HERE, "other")], 7) == nothing
     two = neighbours(spec, "j", HERE, [own, worker(Pool.ROLLOUT, HERE, None), worker(Pool.ROLLOUT, THERE)], 7)
     assert two == Neighbours(0, 0, 7, 2)
+    ready = msgspec.structs.replace(worker(Pool.ROLLOUT, HERE), id="ready", status="ready")
+    assert neighbours(spec, "j", HERE, [own, ready], 7) == Neighbours(0, 0, 7, 2, 1)
+
+
+def test_the_next_version_is_made_while_the_last_one_is_sent(spec: JobSpec) -> None:
+    near = neighbours(spec, "j", HERE, [worker(Pool.TRAINER, HERE)], 0)
+    (memory,) = planned(spec)
+    assert near.rest == memory.weights + memory.moments + 2 * memory.snapshot + CONTEXT_BYTES
+
+
+async def test_all_engines_of_a_worker_have_one_measurement(spec: JobSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    used = iter([4 * GB, 60 * GB])
+    monkeypatch.setattr(gpu_split, "used_bytes", lambda _: next(used))
+    own = worker(Pool.ROLLOUT, HERE)
+    ctx = SimpleNamespace(store=SimpleNamespace(workers=AsyncMock(return_value=[own]), update=AsyncMock()))
+    lease = Lease(job="j", worker=own.id, incarnation="i", epoch=1, pool=Pool.ROLLOUT)
+    leased: Any = SimpleNamespace(info=own, ctx=ctx)
+    for kept in (False, True):  # its own engine is not counted against the next
+        load = Loader(leased, lease, spec, lambda *_: None, AsyncExitStack(), kept=kept)  # type: ignore[arg-type]
+        assert [(await load._split("nowhere")).share for _ in range(2)] == [ALONE, ALONE]
