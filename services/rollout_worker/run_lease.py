@@ -31,7 +31,7 @@ from opentinker.shared.security.model_keys import key_problem, read_model_keys
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.engines import EnginePolicy, engine_policies, engines
 from opentinker.shared.spec.policies import frozen_spec_of, pool_spec_of, spec_of
-from opentinker.shared.spec.seats import urls_in
+from opentinker.shared.spec.seats import all_players, urls_in
 from opentinker.shared.types.core import Lease
 from opentinker.shared.types.errors import JobFailed, SpecError
 
@@ -81,7 +81,7 @@ class Loader:
         """Of all engines: measured before the first of them is loaded."""
 
     async def policies(self) -> list[LoadedPolicy]:
-        """Load the policies of the job, then frozen checkpoints and pools that play its seats. `opponents.py` gives a
+        """Load the policies of the job, then frozen checkpoints and pools that play in it. `opponents.py` gives a
         pool the weights of its members."""
         loaded: dict[str, LoadedPolicy] = {}
         for policies in self._engines:
@@ -136,8 +136,8 @@ class Loader:
         return weights_of(self._spec, data_dir, job), served_adapters(self._spec, data_dir, job)
 
     async def urls(self, first: LoadedPolicy) -> list[UrlPlayer]:
-        """Return the models behind URLs that play seats of the job. Raises JobFailed without the key of one."""
-        seats = urls_in(self._spec.seats)
+        """Return the models behind URLs that play in the job. Raises JobFailed without the key of one."""
+        seats = urls_in(all_players(self._spec))
         if not seats:
             return []
         settings = self._worker.ctx.settings

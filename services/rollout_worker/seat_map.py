@@ -11,7 +11,7 @@ from opentinker.services.rollout_worker.renderer import Renderer
 from opentinker.services.rollout_worker.url_player import UrlPlayer
 from opentinker.shared.spec import JobSpec, SeatSpec
 from opentinker.shared.spec.pools import pool_player
-from opentinker.shared.spec.seats import OpponentSpec, bots_of, opposed, player_at, rotated
+from opentinker.shared.spec.seats import bots_of, opposed, player_at, rotated
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class SeatMap:
             return self
         return self._with(rotated(list(self._seats), list(self._seats.values()), group + sample))
 
-    def opposed(self, policy: str, opponent: OpponentSpec, place: int) -> SeatMap:
-        """Return the seats of an evaluation of a policy, see `shared.spec.policies.opposed`."""
+    def opposed(self, policy: str, opponent: SeatSpec, place: int) -> SeatMap:
+        """Return the seats of an evaluation of a policy, see `shared.spec.seats.opposed`."""
         return self._with(opposed(self._seats, policy, opponent, place))
 
     def against(self, members: Mapping[str, LoadedPolicy]) -> SeatMap:
@@ -112,5 +112,6 @@ class SeatMap:
 
     @property
     def context(self) -> int:
-        """Tokens per stream that every policy takes."""
-        return min(player.context for player in self._players.values())
+        """Tokens per stream that every player of a seat takes."""
+        seated = {"", *(player.player for player in self._seats.values())}
+        return min(player.context for name, player in self._players.items() if name in seated)

@@ -162,8 +162,8 @@ class EvalScheduler:
         names = [opponent.name for opponent in self._opponents]
         values = await asyncio.to_thread(metrics_of, results, self.plan, names)
         values |= {"val/seconds": time.monotonic() - began}
-        bots = [opponent.bot for opponent in self._opponents if opponent.bot is not None]
-        values |= await asyncio.to_thread(self.reporter.evaluations.rate, version.step, values, bots)
+        anchors = self.plan.anchors_of(self.reporter.policy)
+        values |= await asyncio.to_thread(self.reporter.evaluations.rate, version.step, values, anchors)
         if self.reporter.spec.train.deterministic and self.reporter.target_uses_evaluation:
             self._require_complete(version, results)  # before any result is stored
         kept = [transcript_of(result, self.plan, names) for result in choose_kept(results, self.plan, names)]

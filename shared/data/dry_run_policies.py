@@ -12,6 +12,7 @@ from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.engines import engines
 from opentinker.shared.spec.policies import spec_of
 from opentinker.shared.spec.pools import pool_player, pools_of
+from opentinker.shared.spec.seats import all_players
 
 TRAINED_BYTES = 16
 """Bytes in the trainer per trained parameter: weights, gradient, two moments, in float32; with bfloat16 weights and
@@ -71,7 +72,7 @@ def _memory(spec: JobSpec) -> Check:
         held = _size(sum(weights_of[name] for name in first))
         plural = "s" if len(first) > 1 else ""
         parts.insert(0, f"each rollout worker holds {held} of weights in {len(first)} engine{plural}")
-    frozen = "the engines of frozen seats, " if any(player.frozen for player in spec.seats.values()) else ""
+    frozen = "the engines of frozen checkpoints, " if any(one.frozen for one in all_players(spec).values()) else ""
     hint = f"{frozen}contexts, activations and what adapters need come on top"
     return check("memory", ", ".join(parts), hint=hint)
 

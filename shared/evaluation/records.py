@@ -113,20 +113,21 @@ class Evaluations:
         self._games = {line["step"]: _games_of(line) for line in complete[-MAX_RATED:]}
         self.last = {name: value for name, value in complete[-1].items() if name.startswith("val/")} if complete else {}
 
-    def rate(self, step: int, values: dict[str, float], bots: Sequence[str]) -> dict[str, float]:
+    def rate(self, step: int, values: dict[str, float], anchors: Sequence[str]) -> dict[str, float]:
         """Return val/rating of a step's weights and its standard error, from the evaluations up to this one; nothing
-        without games against bots that connect it with the first one, whose rating is 0."""
+        without games against opponents that always play alike (`anchors`) and connect it with the first of them, whose
+        rating is 0."""
         games = {**self._games, step: values}
         players = list(games)[-MAX_RATED:]
         results = {
-            (str(player), f"bot {bot}"): [round(games[player].get(f"val/{won}/{bot}", 0.0)) for won in OUTCOMES]
+            (str(player), f"anchor {name}"): [round(games[player].get(f"val/{won}/{name}", 0.0)) for won in OUTCOMES]
             for player in players
-            for bot in bots
+            for name in anchors
         }
         results = {pair: counts for pair, counts in results.items() if any(counts)}
         if not any(player == str(step) for player, _ in results):
             return {}
-        found = fit_ratings(results, {f"bot {bots[0]}": 0.0}).players[str(step)]
+        found = fit_ratings(results, {f"anchor {anchors[0]}": 0.0}).players[str(step)]
         return {"val/rating": found.elo, "val/rating/error": found.error} if found.anchored else {}
 
     async def add(self, version: WeightVersion, values: dict[str, float], target: Mapping[str, float]) -> None:

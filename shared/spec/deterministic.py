@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
+from opentinker.shared.spec.seats import all_players
 from opentinker.shared.types.mistakes import mistake
 
 if TYPE_CHECKING:
@@ -28,8 +29,8 @@ def broken_promises(spec: JobSpec) -> list[dict[str, Any]]:
         return []
     found = _in_sampling(spec) + _in_reference_forward(spec) + _between_policies(spec)
     found += [
-        (f"seats.{seat}.url", player.url, "cannot play: nothing fixes what it answers")
-        for seat, player in spec.seats.items()
+        (f"{place}.url", player.url, "cannot play: nothing fixes what it answers")
+        for place, player in all_players(spec).items()
         if player.url is not None
     ]
     found += [

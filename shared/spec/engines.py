@@ -10,7 +10,7 @@ from opentinker.shared.spec.model import ModelSpec
 from opentinker.shared.spec.policies import pool_spec_of, spec_of
 from opentinker.shared.spec.pools import pool_player
 from opentinker.shared.spec.rollout import AdapterServing
-from opentinker.shared.spec.seats import frozen_in
+from opentinker.shared.spec.seats import all_players, frozen_in
 from opentinker.shared.spec.train import engine_ranks
 from opentinker.shared.types.mistakes import mistake
 
@@ -125,7 +125,8 @@ def engine_policies(spec: JobSpec) -> list[EnginePolicy]:
     for name in spec.policies or ("",):
         own = spec_of(spec, name)
         found.append(EnginePolicy(name, own.model, versions_at_once(own)))
-    models = {player.frozen: player.model for player in spec.seats.values() if isinstance(player.model, ModelSpec)}
-    found += [EnginePolicy(name, models.get(name), 1, is_frozen=True) for name in frozen_in(spec.seats)]
+    players = all_players(spec)
+    models = {player.frozen: player.model for player in players.values() if isinstance(player.model, ModelSpec)}
+    found += [EnginePolicy(name, models.get(name), 1, is_frozen=True) for name in frozen_in(players)]
     found += [EnginePolicy(pool_player(name), pool_spec_of(spec, name).model, 1, pool=name) for name in spec.pools]
     return found

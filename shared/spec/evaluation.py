@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from opentinker.shared.spec.base import SpecPart, Steps, Tokens
-from opentinker.shared.spec.seats import OpponentSpec
+from opentinker.shared.spec.pools import PoolName
+from opentinker.shared.spec.seats import PLAYERS, PolicyName, SeatSpec
 from opentinker.shared.spec.serving import nothing_trained
-from opentinker.shared.types.mistakes import mistake, unused
+from opentinker.shared.types.mistakes import Mistake, mistake, unused
 
 if TYPE_CHECKING:
     from opentinker.shared.spec import JobSpec
@@ -27,6 +28,7 @@ UNUSED = {"temperature", "top_p", "top_k", "oversample", "opening_mismatch", "tr
 MAX_EPISODES = 200_000
 """Episodes per evaluation."""
 MAX_OPPONENTS = 8
+TWICE = "names an opponent twice: win rates are by name"
 
 
 class EvaluationSpec(SpecPart):
@@ -77,6 +79,32 @@ class EvaluationSpec(SpecPart):
         return self.episodes * self.samples
 
 
+class OpponentSpec(SeatSpec):
+    """The player, in an evaluation, of the seats that the evaluated policy does not play: exactly one of policy, bot,
+    frozen and url."""
+
+    policy: PolicyName | None = None
+    """One of [policies], with the weights that it has at that time. A policy is not evaluated against itself."""
+    pool: PoolName | None = None
+    """Not possible: the members of a pool change. Name a checkpoint or a bot."""
+
+    MAY_PLAY = tuple(player for player in PLAYERS if player != "pool")
+
+    @property
+    def name(self) -> str:
+        """Part of metric names: of a policy, a bot, a checkpoint (`JOB@STEP`), or the model's name at its server."""
+        return str(self.model) if self.url is not None else self.policy or self.bot or self.frozen or ""
+
+    def resolve(self) -> list[Mistake]:
+        if self.pool is None:
+            return super().resolve()
+        problem = (
+            "plays in no evaluation: its members change, so win rates of different steps would not be comparable; "
+            "name a checkpoint, e.g. frozen = 'JOB@STEP', or a bot"
+        )
+        return [mistake("pool", self.pool, problem)]
+
+
 class ValidationSpec(EvaluationSpec):
     """An evaluation plays its episodes with one version of the weights. No later version is published until it ends;
     training continues as far as max_staleness allows. The last weights are always evaluated. Reward models do not score
@@ -90,8 +118,8 @@ class ValidationSpec(EvaluationSpec):
     """Overrides of environment.config, e.g. {"split" = "test"}."""
     against: Annotated[list[OpponentSpec], Field(max_length=MAX_OPPONENTS)] = []
     """Opponents, each of which plays all `episodes` from the same start states. It takes the seats that the policy does
-    not play; a policy that plays every seat takes one at a time, in turn. Gives val/winrate/OPPONENT and, from bots,
-    val/rating. By default an evaluation is played by those that [seats] names."""
+    not play; a policy that plays every seat takes one at a time, in turn. Gives val/winrate/OPPONENT and, from all
+    opponents but policies, val/rating. By default an evaluation is played by those that [seats] names."""
     timeout_s: Annotated[float, Field(gt=0.0, le=604_800.0)] = 600.0
     """Time limit, after which an evaluation ends with its finished episodes and reports the missing ones."""
 
@@ -99,8 +127,8 @@ class ValidationSpec(EvaluationSpec):
         found = super().resolve()
         names = [opponent.name for opponent in self.against]
         if len(set(names)) < len(names):
-            found.append(mistake("against", names, "names an opponent twice"))
-        if taken := sorted({"low", "high"} & set(names)):
+            found.append(mistake("against", names, TWICE))
+        if taken := sorted({"low", "high"} & {name.rpartition("/")[2] for name in names}):
             problem = f"must not be named {' or '.join(taken)}: these are the bounds of val/winrate"
             found.append(mistake("against", names, problem))
         if self.total * len(self.against) > MAX_EPISODES >= self.total:
@@ -111,6 +139,12 @@ class ValidationSpec(EvaluationSpec):
     def opponents_of(self, policy: str) -> list[OpponentSpec]:
         """Return those that a policy is evaluated against, in order; empty: by the players that [seats] names."""
         return [opponent for opponent in self.against if opponent.policy is None or opponent.policy != policy]
+
+    def anchors_of(self, policy: str) -> list[str]:
+        """Return the opponents of a policy that always play alike, by which its weights are rated: bots, then
+        checkpoints, then models behind URLs. The first one has the rating 0."""
+        opponents = self.opponents_of(policy)
+        return [one.name for kind in ("bot", "frozen", "url") for one in opponents if getattr(one, kind) is not None]
 
     def total_of(self, policy: str) -> int:
         """Return the episodes of one evaluation of a policy."""

@@ -12,7 +12,7 @@ from opentinker.shared.spec.base import Ranks, SpecPart, Steps
 from opentinker.shared.spec.model import ModelSpec
 from opentinker.shared.spec.pools import settle_pools
 from opentinker.shared.spec.schedules import DEFAULT_GROWTH, ScheduleName, settle_schedule, steps_may_differ
-from opentinker.shared.spec.seats import MAX_POLICIES, seat_mistakes
+from opentinker.shared.spec.seats import MAX_POLICIES, all_players, seat_mistakes
 from opentinker.shared.spec.train import TrainSpec
 from opentinker.shared.types.core import POLICY_TABLES
 from opentinker.shared.types.mistakes import Mistake, fill, mistake, mistakes_of
@@ -159,7 +159,7 @@ def spec_of(spec: JobSpec, policy: str) -> JobSpec:
 
 def frozen_spec_of(spec: JobSpec, checkpoint: str) -> JobSpec:
     """Return the spec by which a frozen checkpoint plays in a stored job: with its own model, and unscored."""
-    (model, *_) = (player.model for player in spec.seats.values() if player.frozen == checkpoint)
+    (model, *_) = (player.model for player in all_players(spec).values() if player.frozen == checkpoint)
     assert isinstance(model, ModelSpec), "submission fills it in"
     return spec.model_copy(update={"model": model, "reward_models": []})
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field_validator
 
@@ -100,6 +100,7 @@ class SeatSpec(UrlSettings):
     needed."""
 
     STAND_INS = {"url": "http://x", "frozen": "j-0123456789@1", "model": "x"}
+    MAY_PLAY: ClassVar[tuple[str, ...]] = PLAYERS
 
     @property
     def player(self) -> str | None:
@@ -125,7 +126,7 @@ class SeatSpec(UrlSettings):
         return None if value is None else checked_url(value)
 
     def resolve(self) -> list[Mistake]:
-        if found := one_player(self, PLAYERS) or settle_url(self):
+        if found := one_player(self, self.MAY_PLAY) or settle_url(self):
             return found
         if self.frozen is not None and isinstance(self.model, str):
             return [mistake("model", self.model, "is a table, which the server fills in: leave it out")]
@@ -158,21 +159,28 @@ def settle_url(seat: SeatSpec) -> list[Mistake]:
     return [mistake("model", seat.model if isinstance(seat.model, str) else None, problem)]
 
 
-def urls_in(seats: dict[str, SeatSpec]) -> list[SeatSpec]:
+def all_players(spec: JobSpec) -> dict[str, SeatSpec]:
+    """Return the players of a job by the setting that names them: of its seats, then opponents of its evaluations."""
+    against = spec.validation.against if spec.validation is not None else []
+    seats = {f"seats.{seat}": player for seat, player in spec.seats.items()}
+    return seats | {f"validation.against.{place}": opponent for place, opponent in enumerate(against)}
+
+
+def urls_in(players: Mapping[str, SeatSpec]) -> list[SeatSpec]:
     """Return the models behind URLs that play, each once."""
-    return list({player.player: player for player in seats.values() if player.url is not None}.values())
+    return list({player.player: player for player in players.values() if player.url is not None}.values())
 
 
 def url_mistakes(spec: JobSpec) -> list[Mistake]:
-    """Return what contradicts itself between the seats with a URL, or between them and the rest of the spec."""
+    """Return what contradicts itself between the players with a URL, or between them and the rest of the spec."""
     found = []
-    first: dict[str, SeatSpec] = {}
-    for name, player in spec.seats.items():
-        if player.url is not None and player != first.setdefault(str(player.player), player):
-            problem = "plays another seat with other settings: the same model at the same url has the same settings"
-            found.append(mistake(f"seats.{name}.model", player.model, problem))
+    first: dict[str, dict[str, Any]] = {}
+    for name, player in all_players(spec).items():
+        if player.url is not None and (own := player.model_dump()) != first.setdefault(str(player.player), own):
+            problem = "also plays with other settings: the same model at the same url has the same settings"
+            found.append(mistake(f"{name}.model", player.model, problem))
     if first and spec.environment.tools:
-        problem = f"do not go with a seat of a url ({', '.join(first)}), which cannot call them"
+        problem = f"do not go with a player behind a url ({', '.join(first)}), which cannot call them"
         found.append(mistake("environment.tools", len(spec.environment.tools), problem))
     return found
 
@@ -185,22 +193,6 @@ def one_player(part: SpecPart, names: Sequence[str]) -> list[Mistake]:
     return [mistake(given[-1] if given else "policy", {name: getattr(part, name) for name in given}, problem)]
 
 
-class OpponentSpec(SpecPart):
-    """The player, in an evaluation, of the seats that the evaluated policy does not play: exactly one of these."""
-
-    policy: PolicyName | None = None
-    """One of [policies], with the weights that it has at that time. A policy is not evaluated against itself."""
-    bot: Annotated[str, Field(min_length=1, max_length=100)] | None = None
-    """A scripted player that the environment has."""
-
-    @property
-    def name(self) -> str:
-        return self.policy or self.bot or ""
-
-    def resolve(self) -> list[Mistake]:
-        return one_player(self, tuple(type(self).model_fields))
-
-
 def unknown_policies(data: Mapping[str, Any]) -> list[Mistake]:
     """Return the seats that a policy plays in a spec, as written, that has no [policies]."""
     seats = data.get("seats")
@@ -211,9 +203,9 @@ def unknown_policies(data: Mapping[str, Any]) -> list[Mistake]:
     return [mistake(f"seats.{seat}", policy, problem) for seat, policy in named.items() if isinstance(policy, str)]
 
 
-def frozen_in(seats: Mapping[str, SeatSpec]) -> list[str]:
+def frozen_in(players: Mapping[str, SeatSpec]) -> list[str]:
     """Return the frozen checkpoints that play, each once."""
-    return list(dict.fromkeys(player.frozen for player in seats.values() if player.frozen is not None))
+    return list(dict.fromkeys(player.frozen for player in players.values() if player.frozen is not None))
 
 
 def player_at(seats: Mapping[str, SeatSpec], seat: str) -> SeatSpec | None:
@@ -313,14 +305,13 @@ def rotated(seats: Sequence[str], players: Sequence[SeatSpec], by: int) -> dict[
     return {seat: players[(place - by) % len(players)] for place, seat in enumerate(seats)}
 
 
-def opposed(seats: Mapping[str, SeatSpec], policy: str, opponent: OpponentSpec, place: int = 0) -> dict[str, SeatSpec]:
+def opposed(seats: Mapping[str, SeatSpec], policy: str, opponent: SeatSpec, place: int = 0) -> dict[str, SeatSpec]:
     """Return the players of an evaluation of a policy: the opponent takes every seat of [seats] that it does not play.
     A policy that plays all of them keeps one, by `place`."""
     mine = [seat for seat, player in seats.items() if policy and player.policy == policy]
     if len(mine) == len(seats):
         mine = [mine[place % len(mine)]]
-    other = SeatSpec(policy=opponent.policy, bot=opponent.bot)
-    return {seat: player if seat in mine else other for seat, player in seats.items()}
+    return {seat: player if seat in mine else opponent for seat, player in seats.items()}
 
 
 def seat_mistakes(spec: JobSpec) -> list[Mistake]:
@@ -332,7 +323,7 @@ def seat_mistakes(spec: JobSpec) -> list[Mistake]:
     if spec.seats and not spec.policies and all("*" in s or "?" in s for s in spec.seats) and "*" in spec.seats:
         found.append(mistake("seats", list(spec.seats), "leaves no seat to the job's policy"))
     found += url_mistakes(spec)
-    fixed = [*frozen_in(spec.seats), *pools_in(spec.seats)]
+    fixed = [*frozen_in(all_players(spec)), *pools_in(spec.seats)]
     if fixed and max(1, len(spec.policies)) + len(fixed) > MAX_POLICIES:
         problem = f"name {len(fixed)} checkpoints and pools; with the policies, {MAX_POLICIES} may play in a job"
         found.append(mistake("seats", fixed, problem))

@@ -374,7 +374,8 @@ def used_by(active: Iterable[JobRecord]) -> dict[str, set[int]]:
     for job in active:
         start, serving = job.spec.get("start") or {}, job.spec.get("serving") or {}
         names = [named.get("from", "") for named in (start, *serving.get("adapters", []))]
-        names += [player.get("frozen") or "" for player in job.spec.get("seats", {}).values()]
+        players = [*job.spec.get("seats", {}).values(), *(job.spec.get("validation") or {}).get("against", [])]
+        names += [player.get("frozen") or "" for player in players]
         for name in names:
             source, _, step = name.partition("@")
             if step.isdigit():

@@ -42,12 +42,12 @@ Mistakes = list[dict[str, Any]]
 
 
 class Found(NamedTuple):
-    """References of a spec: its environment, start checkpoint, served adapters, and checkpoints that play seats."""
+    """References of a spec: its environment, start checkpoint, served adapters, and checkpoints that play in it."""
 
     asked: check_environment.EnvironmentCheck = check_environment.EnvironmentCheck()
     chosen: starting.SourceCheckpoint | None = None
     adapters: check_adapters.Found = ()
-    seats: check_seats.Found = MappingProxyType({})
+    players: check_seats.Found = MappingProxyType({})
 
 
 def new_id(kind: str) -> str:
@@ -154,15 +154,15 @@ async def _keep_references(ctx: Context, plain: dict[str, Any], found: Found, te
     if chosen is not None:
         plain |= await on_disk(ctx, _started, plain, chosen)
         references.append(kept_checkpoints.Reference("start.from", chosen, start_of(data_dir, new)))
-    for place, (name, adapter) in enumerate(found.adapters):
-        plain["serving"]["adapters"][place]["from"] = adapter.name
+    for number, (name, adapter) in enumerate(found.adapters):
+        plain["serving"]["adapters"][number]["from"] = adapter.name
         kept = adapter_of(data_dir, new, name)
-        references.append(kept_checkpoints.Reference(f"serving.adapters.{place}.from", adapter, kept))
-    for seat, (source, model) in found.seats.items():
-        plain["seats"][seat] |= {"frozen": source.name, "model": model}
+        references.append(kept_checkpoints.Reference(f"serving.adapters.{number}.from", adapter, kept))
+    for place, (source, model) in found.players.items():
+        check_seats.settle_player(plain, place, {"frozen": source.name, "model": model})
         kept = frozen_of(data_dir, new, source.name)
         if not any(reference.place == kept for reference in references):
-            references.append(kept_checkpoints.Reference(f"seats.{seat}.frozen", source, kept))
+            references.append(kept_checkpoints.Reference(f"{place}.frozen", source, kept))
     if references and (mistakes := await kept_checkpoints.keep(ctx, references, new, tenant)):
         raise SpecError(mistakes)
     if asked.check is not None and (gone := await check_environment.gone(ctx, asked.check, tenant)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from typing import Any
 
 import pytest
 
@@ -88,6 +89,32 @@ async def test_evaluations_of_a_training_job_are_played_against_the_checkpoint_t
     assert [{view["seat"] for view in one["views"]} for one in found] == [{"speaker", "listener"}] * 4
     evaluated = cluster.lines(job, "validation.jsonl")
     assert [line["step"] for line in evaluated] == [0, 3, 6]
+
+
+async def test_policies_are_evaluated_and_rated_against_a_checkpoint_that_plays_no_seat(toys: Toys) -> None:
+    """Neither side of the penny is ever named by a toy engine, so all games are drawn."""
+    cluster, model = toys
+    pennies: dict[str, Any] = {"environment": {"name": "matching_pennies"}}
+    old = await cluster.run(toy_game(model, seats={"odd": {"bot": "heads"}}, **pennies))
+    spec = toy_game(
+        model,
+        policies={"a": {}, "b": {}},
+        seats={"even": "a", "odd": "b"},
+        validation={"every": 3, "episodes": 4, "transcripts": 4, "against": [{"frozen": f"{old}@3"}, {"policy": "b"}]},
+        **pennies,
+    )
+    job = await cluster.run(spec)
+    for name, seat, other in (("a", "even", "odd"), ("b", "odd", "even")):
+        for line in cluster.lines(part_id(job, name), "validation.jsonl"):
+            assert [line[f"val/{won}/{old}@3"] for won in ("wins", "draws", "losses")] == [0, 4, 0]
+            assert line["val/rating"] == pytest.approx(0.0, abs=1e-6), "the checkpoint has the rating 0"
+        kept = (await cluster.client.transcripts(part_id(job, name)))["transcripts"]
+        met = [one for one in kept if one["opponent"] == f"{old}@3"]
+        assert met and {view["seat"]: view["policy"] for view in met[0]["views"]} == {seat: name, other: f"{old}@3"}
+        spans = {view["seat"]: view["tokens"]["versions"] for view in met[0]["views"]}
+        assert {span[2] for span in spans[other]} == {"1.3"} and {span[2] for span in spans[seat]} == {"1.6"}
+        trained = [view["policy"] for one in cluster.episodes(part_id(job, name)) for view in one["views"]]
+        assert set(trained) == {"a", "b"}, "it plays in no match of training"
 
 
 async def test_exchanged_policies_play_each_other_s_seats(toys: Toys) -> None:

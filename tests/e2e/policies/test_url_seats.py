@@ -48,6 +48,15 @@ async def test_a_policy_learns_against_a_model_behind_a_url_and_is_evaluated_aga
             assert counted == {(episodes, episodes)}, "a speaker says one token, and nothing else is trained"
             assert [line["step"] for line in cluster.lines(job, "validation.jsonl")] == [0, 3, 6]
 
+            asked = len(server.bodies)
+            validation = {"every": 6, "episodes": 4, "against": [*seats.values()]}
+            pennies: dict[str, Any] = {"environment": {"name": "matching_pennies"}, "seats": {"odd": {"bot": "heads"}}}
+            rated = await cluster.run(toy_game(model, validation=validation, **pennies))
+            line = cluster.lines(rated, "validation.jsonl")[-1]
+            assert {"val/winrate/big/model", "val/rating"} <= line.keys() and not line["val/failed"]
+            assert len(server.bodies) - asked == 2 * 4, "it is asked in the two evaluations alone"
+            assert await players_of(cluster, rated) == {("even", "")}
+
             named = toy_game(model, policies={"speaker": {}}, seats={"speaker": "speaker", **seats})
             several = await cluster.run(named)
             await check_counts(cluster, several, named, "speaker")

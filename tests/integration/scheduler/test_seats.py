@@ -177,6 +177,47 @@ async def test_of_endless_lists_of_checkpoints_no_more_are_looked_for_than_a_job
     assert len([field for field in found if field.endswith(".from")]) == MAX_ADAPTERS
 
 
+# --- opponents of evaluations ---------------------------------------------------------------------------------------
+
+
+def evaluated_against(*opponents: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return spec_of(seats={"listener": {"bot": "echo"}}, **changes) | {
+        "validation": {"every": 2, "episodes": 4, "against": list(opponents)}
+    }
+
+
+async def test_a_checkpoint_is_kept_for_evaluations_with_its_model(
+    client: AsyncClient, ctx: Context, source: str
+) -> None:
+    listener = part_id(source, "listener")
+    job = await client.submit(evaluated_against({"bot": "echo"}, {"frozen": f"{listener}@latest"}))
+    spec = (await client.job(job["id"]))["spec"]
+    bot, player = spec["validation"]["against"]
+    assert bot["frozen"] is None and player["frozen"] == f"{listener}@20"
+    assert (player["model"]["base"], player["model"]["dtype"]) == ("other/model", "bfloat16")
+    assert used_by([await ctx.store.job(job["id"])]) == {listener: {20}}, "it is not deleted"
+    assert read_manifest(frozen_of(ctx.settings.data_dir, job["id"], f"{listener}@20")).step == 20
+    again = await client.submit(spec)
+    assert (await client.job(again["id"]))["spec"]["validation"] == spec["validation"]
+    player["model"]["base"] = "mine"
+    assert (await refused(client, spec)).keys() == {"validation.against.1.model"}
+
+
+async def test_opponents_that_cannot_play_are_all_named(client: AsyncClient, source: str) -> None:
+    listener = part_id(source, "listener")
+    opponents: list[dict[str, Any]] = [
+        {"frozen": f"{listener}@20"},
+        {"frozen": f"{listener}@latest"},
+        {"frozen": f"{listener}@15"},
+        {"url": "http://127.0.0.1:8000/v1", "model": "big", "key": "lab"},
+    ]
+    found = await refused(client, evaluated_against(*opponents) | {"name": ""})
+    at = "validation.against"
+    assert found.keys() == {"name", f"{at}.1.frozen", f"{at}.2.frozen", f"{at}.3.url", f"{at}.3.key"}
+    assert f"is {listener}@20; validation.against names an opponent twice" in found[f"{at}.1.frozen"]
+    assert "there are: 10, 20" in found[f"{at}.2.frozen"] and "a loopback address" in found[f"{at}.3.url"]
+
+
 # --- models behind URLs ---------------------------------------------------------------------------------------------
 
 

@@ -93,7 +93,17 @@ async def test_a_match_that_ends_before_the_policy_acts_counts() -> None:
     assert found.ending == Ending.ENV_DONE and found.seats == {"first": -2.0, "second": 2.0}
 
 
-async def test_ratings_are_relative_to_the_first_bot_and_use_all_evaluations(tmp_path: Path) -> None:
+def test_opponents_do_not_bound_the_context_of_matches_that_they_do_not_play() -> None:
+    spec = parse_spec({**GAME, "validation": {"every": 5, "against": [{"frozen": "j-0123456789@7"}]}})
+    assert spec.validation is not None
+    short, long = (SimpleNamespace(context_length=length, close=None, version=V0) for length in (64, 512))
+    players = [LoadedPolicy(name, spec, engine, None) for name, engine in (("a", long), ("b", long))]  # type: ignore[arg-type]
+    seats = SeatMap(spec, [*players, LoadedPolicy("j-0123456789@7", spec, short, None, True)])  # type: ignore[arg-type]
+    assert seats.context == 512
+    assert seats.opposed("a", spec.validation.against[0], 0).context == 64
+
+
+async def test_ratings_are_relative_to_the_first_anchor_and_use_all_evaluations(tmp_path: Path) -> None:
     async def event(*_: Any) -> None: ...
 
     bus: Any = SimpleNamespace(on_reconnect=set())
@@ -102,18 +112,18 @@ async def test_ratings_are_relative_to_the_first_bot_and_use_all_evaluations(tmp
     def games(weak: tuple[int, int, int], strong: tuple[int, int, int]) -> dict[str, float]:
         counts = {"weak": weak, "strong": strong}
         return {
-            f"val/{name}/{bot}": float(n)
-            for bot, found in counts.items()
-            for name, n in zip(("wins", "draws", "losses"), found, strict=True)
+            f"val/{won}/{name}": float(n)
+            for name, found in counts.items()
+            for won, n in zip(("wins", "draws", "losses"), found, strict=True)
         }
 
-    bots = ["weak", "strong"]
-    assert kept.rate(0, {"val/episodes": 4.0}, bots) == {}, "no game was decided"
-    before = kept.rate(0, games((50, 0, 50), (10, 0, 90)), bots)
-    assert kept.rate(0, games((0, 0, 0), (10, 0, 90)), bots) == {}, "nothing connects it with the first bot"
+    anchors = ["weak", "strong"]
+    assert kept.rate(0, {"val/episodes": 4.0}, anchors) == {}, "no game was decided"
+    before = kept.rate(0, games((50, 0, 50), (10, 0, 90)), anchors)
+    assert kept.rate(0, games((0, 0, 0), (10, 0, 90)), anchors) == {}, "nothing connects it with the first one"
     assert before["val/rating"] == pytest.approx(0.0, abs=5.0) and before["val/rating/error"] > 0
     kept._games[0] = games((50, 0, 50), (10, 0, 90))
-    after = kept.rate(20, games((90, 0, 10), (50, 0, 50)), bots)
+    after = kept.rate(20, games((90, 0, 10), (50, 0, 50)), anchors)
     assert 1 / (1 + 10 ** (-after["val/rating"] / 400)) == pytest.approx(0.9, abs=0.02)
-    alone = kept.rate(20, games((0, 0, 0), (50, 0, 50)), bots)
+    alone = kept.rate(20, games((0, 0, 0), (50, 0, 50)), anchors)
     assert alone["val/rating"] == pytest.approx(after["val/rating"], abs=40.0), "strong is known from step 0"

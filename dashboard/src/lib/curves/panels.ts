@@ -92,7 +92,7 @@ export const PANELS: Panel[] = [
   },
   {
     title: "Rating",
-    about: "Elo rating of the weights from all evaluations against bots, plus and minus its standard error; the first bot is at 0",
+    about: "Elo rating of the weights from all evaluations, plus and minus its standard error; the first bot is at 0, else the first checkpoint",
     lines: (joined, axis) => [
       {
         ...spread(joined, axis, "val/rating", "rating", (v) => {

@@ -187,7 +187,13 @@ def test_a_long_text_takes_no_time(machine: Machine) -> None:
 # --- what is there --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("field", ["model.base", "policies.a.model.base", "teacher.base", "value_model.base"])
+@pytest.mark.parametrize(
+    "field",
+    [
+        *("model.base", "policies.a.model.base", "teacher.base", "value_model.base"),
+        *("seats.a.model.base", "validation.against.0.model.base"),
+    ],
+)
 def test_a_model_that_links_to_another_job_s_weights_is_refused_wherever_it_is_named(
     machine: Machine, tmp_path: Path, field: str
 ) -> None:

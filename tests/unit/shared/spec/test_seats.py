@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from opentinker.shared.spec import JobSpec, SeatSpec, parse_spec
+from opentinker.shared.spec.evaluation import OpponentSpec
 from opentinker.shared.spec.policies import frozen_spec_of
 from opentinker.shared.spec.seat_lists import MAX_ENTRIES, list_of
 from opentinker.shared.spec.seats import (
     MAX_MISTAKES,
     MAX_POLICIES,
-    OpponentSpec,
     SeatTable,
     bots_of,
     frozen_in,
@@ -55,16 +55,12 @@ def test_rotation_gives_every_policy_every_seat_equally_often() -> None:
 def test_an_opponent_takes_the_seats_that_the_policy_does_not_play() -> None:
     bot, other = OpponentSpec(bot="random"), OpponentSpec(policy="b")
     players = {**seats(x="a", y="b"), "z": SeatSpec(bot="dealer")}
-    assert opposed(players, "a", bot) == {
-        "x": SeatSpec(policy="a"),
-        "y": SeatSpec(bot="random"),
-        "z": SeatSpec(bot="random"),
-    }
-    assert opposed(seats(x="a", y="b"), "a", other) == seats(x="a", y="b")
+    assert opposed(players, "a", bot) == {"x": SeatSpec(policy="a"), "y": bot, "z": bot}
+    assert opposed(seats(x="a", y="b"), "a", other) == {"x": SeatSpec(policy="a"), "y": other}
     alone = [opposed(seats(x="a", y="a"), "a", bot, place) for place in (0, 1, 2)]
     assert [[seat for seat, player in found.items() if player.policy] for found in alone] == [["x"], ["y"], ["x"]]
     nameless = {"y": SeatSpec(bot="dealer")}
-    assert opposed(nameless, "", bot) == {"y": SeatSpec(bot="random")}, "the job's policy plays what is not named"
+    assert opposed(nameless, "", bot) == {"y": bot}, "the job's policy plays what is not named"
 
 
 def test_no_policy_is_evaluated_against_itself() -> None:
