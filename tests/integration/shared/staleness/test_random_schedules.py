@@ -13,6 +13,7 @@ import pytest
 import redis.asyncio as aioredis
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
+from hypothesis.errors import Flaky
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
@@ -324,6 +325,9 @@ def test_law_and_ledger_hold_on_random_schedules(run: Callable[..., None], machi
     run(machine, 25)
 
 
+CAUGHT = (AssertionError, pytest.fail.Exception, Flaky)
+"""Exceptions that a fault causes. Flaky: an example failed and then did not when it was repeated, since Redis may order
+the fields of a hash differently; without a fault none fails."""
 FAULTS = {
     "law one batch too wide": ("version + 1) * num(p, 'batch')", "version + 2) * num(p, 'batch')"),
     "total ignored": ("* num(p, 'batch'), num(p, 'total'))", "* num(p, 'batch'), 999)"),
@@ -349,6 +353,5 @@ def test_planted_fault_is_caught(run: Callable[..., None], monkeypatch: pytest.M
     right, wrong = FAULTS[fault]
     assert right in module._SCRIPT
     monkeypatch.setattr(module, "_SCRIPT", module._SCRIPT.replace(right, wrong))
-    # "unreliable results": it was caught, and not again when repeated, as Redis orders fields of a hash differently
-    with pytest.raises(BaseException, match=r"assert|DID NOT RAISE|law|late|unreliable results"):
-        run(Schedule, 400, phases=[Phase.generate], print_blob=False)
+    with pytest.raises(CAUGHT):
+        run(Schedule, 400, phases=[Phase.generate], print_blob=False, report_multiple_bugs=False)
