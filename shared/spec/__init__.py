@@ -345,8 +345,7 @@ def _length(kind: str, train: Any, data: Any) -> list[dict[str, Any]]:
     return []
 
 
-SWEPT = "a spec with this table is a sweep, not a job: `opentinker up`, then `opentinker submit FILE` (docs/sweeps.md)"
-NO_KIND = "a sweep has the kind of its jobs, and a table [sweep] (docs/sweeps.md)"
+SWEPT = "this is a sweep, not a job: `opentinker up`, then `opentinker submit FILE` (docs/sweeps.md)"
 MAX_MISTAKES = 100
 """Mistakes of a spec that are reported: each unknown setting is compared with all settings."""
 
@@ -365,10 +364,8 @@ def parse_spec(data: Any) -> JobSpec:
         problem = "is empty: a job says at least what stands below; `opentinker spec` prints every setting"
         found.insert(0, mistake(WHOLE, None, problem))
     for one in found:
-        if one["field"] == "sweep":  # its parameters may set what else is missing
-            raise SpecError([{**one, "value": None, "problem": SWEPT}])
-        if (one["field"], one["value"]) == ("kind", "sweep"):
-            one["problem"] += f"; {NO_KIND}"
+        if one["field"] == "sweep" or (one["field"], one["value"]) == ("kind", "sweep"):
+            raise SpecError([mistake("sweep", None, SWEPT)])  # its parameters may set what else is missing
     kind = data.get("kind", "rl") if isinstance(data, dict) else "rl"
     absent = KIND_PARTS - PARTS_OF[kind] if isinstance(kind, str) and kind in PARTS_OF else set()
     raise SpecError(with_suggestions(map(_with_example, found), JobSpec, absent))

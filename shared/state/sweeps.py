@@ -109,6 +109,11 @@ class SweepStore:
             raise _other_body(sweep)
         return None if sweep is None else str(sweep)
 
+    async def made_by(self, tenant: str, idempotency: str) -> str | None:
+        """Return the sweep that was made under an idempotency key, with any body."""
+        sweep = await self._redis.hget(_idempotency(tenant, idempotency), "sweep")
+        return None if sweep is None else str(sweep)
+
     async def sweeps(self, ids: Sequence[str]) -> list[SweepRecord]:
         """Return those of the given ones that exist."""
         found = await read_hashes(self._redis, [f"sweep:{id}" for id in ids])

@@ -7,6 +7,14 @@ from typing import Any
 
 import msgspec
 
+TABLE = "sweep"
+"""Name of a sweep's table, and value of `kind` in its document."""
+
+
+def is_sweep(data: Any) -> bool:
+    """Return whether a document describes a sweep: it has a table [sweep], or `kind = "sweep"`."""
+    return isinstance(data, dict) and (data.get(TABLE) is not None or data.get("kind") == TABLE)
+
 
 class SweepState(StrEnum):
     """running -> succeeded | failed | cancelled."""

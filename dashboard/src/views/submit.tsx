@@ -70,9 +70,8 @@ export function Submit({ from, step }: { from: string; step: string }): JSX.Elem
     act(async () => {
       const headers = { "Idempotency-Key": (once.current ||= onceKey()) };
       const body = readable(text);
-      const isSweep = body["sweep"] !== undefined;
-      const made = await ask<Job | SweepSummary>(isSweep ? "/v1/sweeps" : "/v1/jobs", { method: "POST", body, headers });
-      go(isSweep ? "sweeps" : "jobs", made.id);
+      const made = await ask<Job | SweepSummary>("/v1/jobs", { method: "POST", body, headers });
+      go("best" in made ? "sweeps" : "jobs", made.id);
     });
   const known = useKnown();
   const goTo = (at: number): void => editor.current?.goTo(at);

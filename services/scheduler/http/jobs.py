@@ -17,25 +17,19 @@ from aiohttp import web
 
 from opentinker.services.scheduler.artifacts.catalog import ArtifactCatalog
 from opentinker.services.scheduler.artifacts.retention import Rule
-from opentinker.services.scheduler.http.auth import may_see, principal_of, tenant_of
+from opentinker.services.scheduler.http.auth import may_see, tenant_of
 from opentinker.services.scheduler.http.errors import json_response, parsed, read_json
 from opentinker.services.scheduler.http.route_decorator import Choice, Integer, Parameter, Route
-from opentinker.services.scheduler.http.spec_body import read_spec
 from opentinker.services.scheduler.jobs.job_query import EQUAL, GROUPED, KINDS, ORDERS, STATES, JobQuery, groups_of
 from opentinker.services.scheduler.jobs.outages import outage_text
-from opentinker.services.scheduler.jobs.submit import submit
-from opentinker.services.scheduler.placement.cluster_view import Cluster
 from opentinker.shared import api_types
 from opentinker.shared.evaluation.categories import categories_of
 from opentinker.shared.messaging.stored_messages import required_stream
 from opentinker.shared.messaging.subjects import METRIC, WAKE
 from opentinker.shared.runtime.service import Context
-from opentinker.shared.runtime.tracing import incoming
 from opentinker.shared.security.authorization import Action
 from opentinker.shared.single_flight import SingleFlight
-from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.labels import LabelChanges
-from opentinker.shared.spec.sweeps.children import TABLE, is_sweep
 from opentinker.shared.state.admission import admission_of
 from opentinker.shared.state.circuits import Circuits, circuit_key
 from opentinker.shared.state.job_rows import JobRow, JobRows
@@ -52,9 +46,6 @@ PAUSABLE = (JobState.QUEUED, JobState.STARTING, JobState.RUNNING)
 HIDDEN = ("spec", "version", "restart_step", "resumed_step", "rollout_losses", "lost_at", "retry_at", "result")
 """Fields of a record that no summary has."""
 
-KEY = Parameter(
-    "Idempotency-Key", "Up to 200 characters; requests with the same key and spec create one job, for 24 h.", "header"
-)
 BEFORE_JOB = Parameter("before", "Only jobs listed after this one: the cursor of the previous response.")
 LIMIT_JOBS = Integer("limit", "Jobs per response.", default=100, low=1, high=1000)
 SORT_JOBS = Parameter(
@@ -124,27 +115,6 @@ class JobsApi:
         return await asyncio.to_thread(wanted.chosen, rows)
 
     @Route(
-        "POST", "/v1/jobs", Action.JOBS_WRITE, status=201, parameters=(KEY,), body=JobSpec, answer=api_types.JobSummary
-    )
-    async def create(self, request: web.Request) -> web.Response:
-        """Submit a job."""
-        key = idempotency_key(request)
-        asked, trace = principal_of(request), incoming(request.headers)
-        with self.ctx.tracer.span("submit", trace):
-            body = await read_spec(request)
-            if is_sweep(body):
-                problem = "a document with this table is a sweep, not a job: POST it to /v1/sweeps (client.sweep)"
-                raise SpecError.of(TABLE, None, problem)
-            id, repeated = await submit(self.ctx, body, asked.tenant, key, key=asked.name, trace=trace)
-        headers = {"Location": f"/v1/jobs/{id}"} | ({"Idempotency-Replayed": "true"} if repeated else {})
-        record = await self.store.job(id)
-        summary = _summary(record)
-        if record.state == JobState.QUEUED and not record.waiting_for:  # placement says so with its next look
-            cluster = Cluster(await self.store.workers(), [])
-            summary["waiting_for"] = cluster.lacks(record)
-        return json_response(summary, 201, headers)
-
-    @Route(
         "GET",
         "/v1/jobs",
         Action.JOBS_READ,
@@ -169,7 +139,7 @@ class JobsApi:
             raise SpecError.of("before", before[:100], problem) from None
         shown = page[:limit]
         cursor = shown[-1].id if shown else before
-        return json_response({"jobs": [_summary(job) for job in shown], "cursor": cursor, "more": len(page) > limit})
+        return json_response({"jobs": [job_summary(job) for job in shown], "cursor": cursor, "more": len(page) > limit})
 
     @Route("GET", "/v1/jobs/groups", Action.JOBS_READ, parameters=(GROUP_BY, *FILTERS), answer=api_types.JobGroups)
     async def groups(self, request: web.Request) -> web.Response:
@@ -189,7 +159,7 @@ class JobsApi:
         ]
         return json_response(
             {
-                **_summary(job),
+                **job_summary(job),
                 **await self.outage(job),
                 "spec": job.spec,
                 "ledger": next(iter(ledgers.values())),
@@ -258,7 +228,7 @@ class JobsApi:
         job = await self.found(request)
         asked = parsed(LabelChanges, await read_json(request))
         await self.rows.label(job.id, asked.values(), asked.add_tags or (), asked.remove_tags or ())
-        return json_response(_summary(await self.store.job(job.id)))
+        return json_response(job_summary(await self.store.job(job.id)))
 
     @Route("POST", "/v1/jobs/{id}/cancel", Action.JOBS_WRITE, answer=api_types.JobSummary)
     async def cancel(self, request: web.Request) -> web.Response:
@@ -289,7 +259,7 @@ class JobsApi:
             return await self._move(job.id, JobState.QUEUED, refusal, **changes, reason="", asleep=False)
         if job.state.final:
             raise Conflict(f"job {job.id} has {job.state} already; there is nothing to resume")
-        return json_response(_summary(job))
+        return json_response(job_summary(job))
 
     async def _move(self, id: str, to: JobState, refusal: str, **changes: Any) -> web.Response:
         """Change the job's state and return its summary. Raises Conflict with the refusal, unless it is in that state:
@@ -301,7 +271,7 @@ class JobsApi:
             if state != to:
                 raise Conflict(f"job {id} {refusal.format(state=state)}") from None
         await self.bus.emit(WAKE, {"job": id}, who="scheduler")
-        return json_response(_summary(await self.store.job(id)))
+        return json_response(job_summary(await self.store.job(id)))
 
     @Route("POST", "/v1/jobs/{id}/complete", Action.JOBS_WRITE, answer=api_types.JobSummary)
     async def complete(self, request: web.Request) -> web.Response:
@@ -313,20 +283,13 @@ class JobsApi:
         return await self._move(job.id, JobState.SUCCEEDED, refusal, reason="completed by request")
 
 
-def idempotency_key(request: web.Request) -> str:
-    """Return the request's Idempotency-Key; empty without one. Raises SpecError."""
-    key = request.headers.get("Idempotency-Key")
-    if key is not None and not re.fullmatch(r"[\x21-\x7e]{1,200}", key):
-        raise SpecError.of("Idempotency-Key", key[:200], "must be 1 to 200 printable characters")
-    return key or ""
-
-
 def _result(stored: str) -> dict[str, Any]:
     result = orjson.loads(stored)
     return {**result, "categories": categories_of(result["values"])}
 
 
-def _summary(job: JobRecord) -> dict[str, Any]:
+def job_summary(job: JobRecord) -> dict[str, Any]:
+    """Return a job as lists have it (api_types.JobSummary)."""
     shown = msgspec.to_builtins(job)
     for hidden in HIDDEN:
         del shown[hidden]

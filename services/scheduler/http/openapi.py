@@ -41,7 +41,7 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
     for body in (route.body for route in routes if route.body is not None):
         schema = body.model_json_schema(ref_template=_SCHEMAS + "{model}")
         schemas |= {**schema.pop("$defs", {}), body.__name__: schema}
-    answers = [route.answer for route in routes if route.answer is not None]
+    answers = [one for route in routes for one in (route.answer, route.or_answer) if one is not None]
     told = _answers([*answers, api_types.Problem, api_types.OpenAIError, api_types.AnthropicError])
     assert not schemas.keys() & told.keys(), "a body and an answer of the same name"
     schemas |= told
@@ -106,7 +106,8 @@ def _operation(route: Route) -> dict[str, Any]:
         errors |= _OPENAI_ANSWERS if route.takes else {}
         shape = "AnthropicError" if ANTHROPIC.match(route.path) else "OpenAIError"
         problem = {"application/json": {"schema": {"$ref": _SCHEMAS + shape}}}
-    answer = {"schema": {"$ref": _SCHEMAS + route.answer.__name__}} if route.answer is not None else {}
+    told = [{"$ref": _SCHEMAS + one.__name__} for one in (route.answer, route.or_answer) if one is not None]
+    answer = {"schema": told[0] if len(told) == 1 else {"anyOf": told}} if told else {}
     operation: dict[str, Any] = {
         "summary": route.summary,
         "x-action": route.action.value,

@@ -95,6 +95,8 @@ class Route:
     """Media type of a body that is not described by `body`."""
     answer: Any = None
     """Type of the response: one of `shared/api_types`, which documents its fields."""
+    or_answer: Any = None
+    """Another type that the response may have."""
     slashes: str = ""
     """Name of the path parameter whose value may contain slashes."""
     audited: bool = False

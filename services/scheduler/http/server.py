@@ -44,6 +44,7 @@ from opentinker.services.scheduler.http.rate_limit import (
     server_log,
 )
 from opentinker.services.scheduler.http.route_decorator import Route, routes_of
+from opentinker.services.scheduler.http.submission_api import SubmissionApi
 from opentinker.services.scheduler.http.usage import UsageApi
 from opentinker.services.scheduler.http.validate import ValidateApi
 from opentinker.services.scheduler.inference.inference_api import InferenceApi
@@ -80,6 +81,7 @@ class Api:
             ArtifactsApi(jobs),
             CheckpointRegistryApi(jobs),
             publishing,
+            SubmissionApi(ctx),
             SweepsApi(jobs, publishing),
             EnvironmentsApi(ctx),
             CheckReportsApi(ctx),

@@ -33,11 +33,12 @@ from opentinker.shared.security.authorization import Action
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.spec.rollout import ELSEWHERE
 from opentinker.shared.spec.seats import bots_of
-from opentinker.shared.spec.sweeps.children import Sweep, SweepSpec, is_sweep, parse_sweep
+from opentinker.shared.spec.sweeps.children import SubmittedSpec, Sweep, parse_sweep
 from opentinker.shared.types.core import StopReason
 from opentinker.shared.types.env_protocol import OpenSession, Policy, SeatAction, SessionReply, StepSession
 from opentinker.shared.types.error_text import error_sentence
 from opentinker.shared.types.errors import SpecError, plural
+from opentinker.shared.types.sweeps import is_sweep
 
 EPISODE_S = 30.0
 ELSEWHERE_S = 5.0
@@ -61,7 +62,9 @@ class ValidateApi:
     def __init__(self, ctx: Context) -> None:
         self.ctx = ctx
 
-    @Route("POST", "/v1/validate", Action.JOBS_WRITE, parameters=(SCOPE,), body=SweepSpec, answer=api_types.Validation)
+    @Route(
+        "POST", "/v1/validate", Action.JOBS_WRITE, parameters=(SCOPE,), body=SubmittedSpec, answer=api_types.Validation
+    )
     async def validate(self, request: web.Request) -> web.Response:
         """Validate a spec without submitting it: check it, play one episode, and estimate what it takes.
 

@@ -10,19 +10,15 @@ from aiohttp import web
 
 from opentinker.services.scheduler.http.auth import may_see, principal_of, tenant_of
 from opentinker.services.scheduler.http.errors import json_response
-from opentinker.services.scheduler.http.jobs import KEY, JobsApi, idempotency_key
+from opentinker.services.scheduler.http.jobs import JobsApi
 from opentinker.services.scheduler.http.publishing import PublishingApi
 from opentinker.services.scheduler.http.route_decorator import Integer, Parameter, Route
-from opentinker.services.scheduler.http.spec_body import read_spec
-from opentinker.services.scheduler.sweeps.submission import submit_sweep
 from opentinker.shared import api_types
-from opentinker.shared.runtime.tracing import incoming
 from opentinker.shared.security.authorization import Action
-from opentinker.shared.spec.sweeps.children import TABLE, SweepSpec
 from opentinker.shared.state.sweeps import SweepStore
 from opentinker.shared.state.usage import UsageStore
 from opentinker.shared.types.errors import Conflict, NotFound, SpecError
-from opentinker.shared.types.sweeps import SweepRecord, SweepState, SweepSummary, Trial
+from opentinker.shared.types.sweeps import TABLE, SweepRecord, SweepState, SweepSummary, Trial
 
 SWEEP_ID = re.compile(r"s-[a-z0-9]{10}")
 BEFORE_SWEEP = Parameter("before", "Only sweeps listed after this one: the cursor of the previous response.")
@@ -43,25 +39,6 @@ class SweepsApi:
                 return sweep
         raise NotFound(f"you have no sweep {id[:100]!r}")
 
-    @Route(
-        "POST",
-        "/v1/sweeps",
-        Action.JOBS_WRITE,
-        status=201,
-        parameters=(KEY,),
-        body=SweepSpec,
-        answer=api_types.SweepSummary,
-    )
-    async def create(self, request: web.Request) -> web.Response:
-        """Submit a sweep: a job spec with a table [sweep].
-
-        Its jobs are ordinary jobs, with the sweep's id among their tags."""
-        key, asked, trace = idempotency_key(request), principal_of(request), incoming(request.headers)
-        body = await read_spec(request)
-        id, repeated = await submit_sweep(self.ctx, body, asked.tenant, key, key=asked.name, trace=trace)
-        headers = {"Location": f"/v1/sweeps/{id}"} | ({"Idempotency-Replayed": "true"} if repeated else {})
-        return json_response(_summary(await self.store.sweep(id)), 201, headers)
-
     @Route("GET", "/v1/sweeps", Action.JOBS_READ, parameters=(BEFORE_SWEEP, LIMIT_SWEEPS), answer=api_types.Sweeps)
     async def list(self, request: web.Request) -> web.Response:
         """List your sweeps, the newest first.
@@ -73,7 +50,7 @@ class SweepsApi:
         except NotFound:
             raise SpecError.of("before", before[:100], "is none of your sweeps") from None
         cursor = page[:limit][-1].id if page else before
-        shown = [_summary(sweep) for sweep in page[:limit]]
+        shown = [sweep_summary(sweep) for sweep in page[:limit]]
         return json_response({"sweeps": shown, "cursor": cursor, "more": len(page) > limit})
 
     @Route("GET", "/v1/sweeps/{id}", Action.JOBS_READ, answer=api_types.Sweep)
@@ -84,7 +61,7 @@ class SweepsApi:
         spent = await UsageStore(self.jobs.redis).of_jobs(_jobs(trials))
         return json_response(
             {
-                **_summary(sweep),
+                **sweep_summary(sweep),
                 "spec": {**sweep.base, TABLE: sweep.table},
                 "all_trials": [_trial(trial) for trial in trials],
                 "importance": sweep.progress.importance,
@@ -101,7 +78,7 @@ class SweepsApi:
         before = await self.store.end(sweep.id, SweepState.CANCELLED, "cancelled by request")
         if before not in (SweepState.RUNNING, SweepState.CANCELLED):
             raise Conflict(f"sweep {sweep.id} has {before} already; there is nothing to cancel")
-        return json_response(_summary(await self.store.sweep(sweep.id)))
+        return json_response(sweep_summary(await self.store.sweep(sweep.id)))
 
     @Route("DELETE", "/v1/sweeps/{id}", Action.CHECKPOINTS_WRITE, answer=api_types.DeletedSweep)
     async def delete(self, request: web.Request) -> web.Response:
@@ -129,7 +106,8 @@ def _jobs(trials: list[Trial]) -> list[str]:
     return [job.id for trial in trials for job in trial.jobs if job.id]
 
 
-def _summary(sweep: SweepSummary) -> dict[str, Any]:
+def sweep_summary(sweep: SweepSummary) -> dict[str, Any]:
+    """Return a sweep as lists have it (api_types.SweepSummary)."""
     names = ("id", "name", "kind", "tenant", "state", "created", "updated", "key", "reason", "planned")
     done = sweep.progress
     return {

@@ -7,19 +7,18 @@ import copy
 import itertools
 import random
 from collections.abc import Iterable, Iterator, Mapping, Set
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, get_args
 
 import orjson
-from pydantic import ValidationError
+from pydantic import Field, ValidationError, WithJsonSchema
 
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.spec.labels import MAX_CHARACTERS
 from opentinker.shared.spec.sweeps.table import MAX_PARAMETERS, METRICS, SweepTable, leaves_of
 from opentinker.shared.types.errors import SpecError, plural
 from opentinker.shared.types.mistakes import UNKNOWN, WHOLE, fill, mistake, mistakes_of, short
+from opentinker.shared.types.sweeps import TABLE, is_sweep
 
-TABLE = "sweep"
-"""Name of the table in a spec."""
 FIXED = {"name", "project", "tags", "notes", "kind", TABLE}
 """Fields of a spec that are the same for all jobs of a sweep, or name them."""
 NOT_VARIED = "cannot be varied within a sweep"
@@ -35,7 +34,21 @@ Settings = dict[str, Any]
 """Values of the parameters of one trial, by path."""
 
 
-class SweepSpec(JobSpec):
+_KIND = JobSpec.model_fields["kind"]
+
+
+class SubmittedSpec(JobSpec):
+    """A job spec; with `kind = "sweep"` or a table [sweep] it describes a sweep. A schema: `parse_spec` and
+    `parse_sweep` validate."""
+
+    kind: Annotated[Any, WithJsonSchema({"type": "string", "enum": [*get_args(_KIND.annotation), TABLE]})] = Field(
+        "rl", description=f"{_KIND.description} `sweep`: many jobs of the kind that sweep.kind names."
+    )
+    sweep: SweepTable | None = None
+    """Settings that are varied, and how; see docs/sweeps.md."""
+
+
+class SweepSpec(SubmittedSpec):
     """A job spec with a table [sweep]: one job for each choice of values. See docs/sweeps.md."""
 
     sweep: SweepTable
@@ -44,9 +57,7 @@ class SweepSpec(JobSpec):
 
 def spec_schema() -> dict[str, Any]:
     """Return the JSON schema of a job spec which may have a table [sweep]."""
-    schema = SweepSpec.model_json_schema()
-    schema["properties"][TABLE] |= {"default": None}
-    return {**schema, "title": JobSpec.__name__, "required": [name for name in schema["required"] if name != TABLE]}
+    return {**SubmittedSpec.model_json_schema(), "title": JobSpec.__name__}
 
 
 class Sweep(NamedTuple):
@@ -80,11 +91,6 @@ class Sweep(NamedTuple):
         return f"{few} (trials = {asked}, but its parameters have {plural(len(self.trials), 'combination')})"
 
 
-def is_sweep(data: Any) -> bool:
-    """Return whether a spec's data has a table [sweep]."""
-    return isinstance(data, dict) and data.get(TABLE) is not None
-
-
 def first_job(data: dict[str, Any]) -> dict[str, Any]:
     """Return the spec's data without [sweep]: of a sweep, that of its first job. Raises SpecError."""
     return parse_sweep(data).first_job if is_sweep(data) else data
@@ -100,7 +106,7 @@ def parse_sweep(data: Any) -> Sweep:
         raise SpecError.of(WHOLE, None, f"cannot be stored: {error}") from None
     if size > MAX_BYTES:
         raise SpecError.of(WHOLE, None, f"has {size:,} bytes as JSON; that of a sweep may have {MAX_BYTES:,}")
-    base = {name: value for name, value in data.items() if name != TABLE}
+    base = _of_jobs(data)
     try:
         table = SweepTable.model_validate(data[TABLE])
     except ValidationError as error:
@@ -111,6 +117,9 @@ def parse_sweep(data: Any) -> Sweep:
     if kind == "inference":
         raise SpecError.of("kind", kind, "has no end and no metric to compare: a sweep is of rl, sft, dpo or eval jobs")
     wrong = _misplaced(table, base)
+    if table.kind not in (None, kind):
+        problem = f"contradicts kind = {kind!r}: leave one of them out, or write kind = {TABLE!r}"
+        wrong.append(mistake(f"{TABLE}.kind", table.kind, problem))
     table = _with_number_types(table, base)
     if table.method == "grid":
         wrong += [{**one, "field": _below(one["field"])} for one in table.grid_mistakes()]
@@ -123,6 +132,17 @@ def parse_sweep(data: Any) -> Sweep:
     if wrong := _wrong_combinations(table, base, checked):
         raise SpecError(wrong)
     return Sweep(table.with_defaults(kind if kind in METRICS else "rl"), base, trials)
+
+
+def _of_jobs(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the spec of a sweep's jobs: without [sweep], and with the kind that [sweep] names where `kind` is
+    `sweep`."""
+    base = {name: value for name, value in data.items() if name != TABLE}
+    if base.get("kind") != TABLE:
+        return base
+    table = data[TABLE]
+    kind = table.get("kind") if isinstance(table, dict) else None
+    return {**base, "kind": kind if isinstance(kind, str) and kind in METRICS else "rl"}
 
 
 def child_of(table: SweepTable, base: Mapping[str, Any], settings: Settings, seed: int | None = None) -> dict[str, Any]:

@@ -154,6 +154,8 @@ class EarlyStoppingSpec(SpecPart):
 class SweepTable(SpecPart):
     """A sweep: many jobs from one spec, with other values of some settings."""
 
+    kind: Literal["rl", "sft", "dpo", "eval"] | None = None
+    """Kind of the jobs, if the spec has `kind = "sweep"`; default: `rl`. Otherwise `kind` says it."""
     method: Literal["grid", "random", "tpe"] = "grid"
     """`grid`: every combination. `random`: values drawn independently, repeatable by `seed`. `tpe`: adaptive, new
     values come from a model of the finished trials (Tree-structured Parzen Estimator of Optuna)."""
@@ -285,6 +287,7 @@ class SweepTable(SpecPart):
         fill(
             filled,
             {
+                "kind": kind,
                 "metric": metric,
                 "goal": self.goal or ("minimize" if metric.rpartition("/")[2] == "loss" else "maximize"),
                 "window": self.window or (1 if evaluated else WINDOW),

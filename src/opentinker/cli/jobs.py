@@ -51,7 +51,7 @@ def submit(
     steps: Steps = None,
     as_json: AsJson = False,
 ) -> None:
-    """Submit a job, or a sweep: a file with a table [sweep]."""
+    """Submit a job, or a sweep: a file with kind = "sweep" or a table [sweep]."""
     from opentinker.sdk.spec_location import located
 
     if (swept := read_sweep(path, from_checkpoint, with_optimizer, changes, steps)) is not None:
@@ -92,7 +92,7 @@ def evaluate(
 ) -> None:
     """Evaluate checkpoints of a job on its environment, those of several policies against each other."""
     from opentinker.sdk.evaluation_spec import evaluation_of
-    from opentinker.shared.spec.sweeps.children import is_sweep
+    from opentinker.shared.types.sweeps import is_sweep
 
     api = client(url, patience_s=PATIENCE_S if follow else 2.0)
     spec = changed(evaluation_of(api.job(job_id), swap=swap, steps=steps or ()), changes or [])

@@ -47,8 +47,8 @@ def read_spec(
     from opentinker.sdk.inputs import started
     from opentinker.sdk.spec_location import located
     from opentinker.shared.spec import parse_spec
-    from opentinker.shared.spec.sweeps.children import is_sweep
     from opentinker.shared.types.spec_text import load_spec
+    from opentinker.shared.types.sweeps import is_sweep
 
     if with_optimizer and from_checkpoint is None:
         raise typer.BadParameter("--with-optimizer needs --from-checkpoint JOB@STEP")
@@ -56,10 +56,11 @@ def read_spec(
         data = load_spec(path)
         if not isinstance(data, dict):
             parse_spec(data)
+        data = changed(data, changes or [])
         if is_sweep(data):
             start, then = as_typed("up"), as_typed("submit", path)
             raise OpenTinkerError(f"{path} is a sweep of many jobs: run {start!r}, and in another terminal {then!r}")
-        data = started(changed(data, changes or []), from_checkpoint, with_optimizer)
+        data = started(data, from_checkpoint, with_optimizer)
         if steps is not None:
             data = of_length(data, steps)
         check_environment(parse_spec(data))
@@ -73,18 +74,19 @@ def read_sweep(
     changes: list[str] | None = None,
     steps: int | None = None,
 ) -> dict[str, Any] | None:
-    """The same of a file with a table [sweep], as it is submitted; None if the file has none."""
+    """The same of a sweep, as it is submitted; None if the file, with its changes, is none."""
     from opentinker.sdk.inputs import started
     from opentinker.sdk.spec_location import located
-    from opentinker.shared.spec.sweeps.children import is_sweep, parse_sweep
+    from opentinker.shared.spec.sweeps.children import parse_sweep
     from opentinker.shared.types.spec_text import load_spec
+    from opentinker.shared.types.sweeps import is_sweep
 
     with located(path):
         data = load_spec(path)
-        if not is_sweep(data):
+        if not isinstance(data, dict) or not is_sweep(data := changed(data, changes or [])):
             return None
-        more = [*(changes or []), *([] if steps is None else [f"train.steps={steps}"])]
-        data = started(changed(data, more), from_checkpoint, with_optimizer)
+        data = data if steps is None else changed(data, [f"train.steps={steps}"])
+        data = started(data, from_checkpoint, with_optimizer)
         parse_sweep(data)
     return dict(data)
 

@@ -11,9 +11,10 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from opentinker.client.job_handle import JobHandle
 from opentinker.sdk.client import AsyncClient, OnChange, print_change
 from opentinker.sdk.http import ApiError, ExitExecutor
-from opentinker.sdk.inputs import Spec
+from opentinker.sdk.inputs import Spec, plain
 from opentinker.sdk.loop_thread import LoopThread
 from opentinker.shared.api_types import Job
+from opentinker.shared.types.sweeps import is_sweep
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -79,7 +80,9 @@ class Client:
         self._finish()
 
     def start(self, spec: Spec, **options: Any) -> JobHandle:
-        """Submit a job, as `submit` does, and return it as an object."""
+        """Submit a job, as `submit` does, and return it as an object. Raises ApiError if the spec is a sweep."""
+        if is_sweep(plain(spec)):
+            raise ApiError("this spec is a sweep, which has no job handle: client.sweep(spec) submits it")
         return JobHandle(self, self.submit(spec, **options)["id"])
 
     def handle(self, id: str) -> JobHandle:

@@ -43,11 +43,13 @@ from opentinker.shared.api_types import (
     MetricPoint,
     Queue,
     Queues,
+    SweepSummary,
     Transcripts,
     Worker,
     Workers,
 )
 from opentinker.shared.types.core import JobState
+from opentinker.shared.types.sweeps import is_sweep
 
 __all__ = ["ApiConflict", "ApiError", "ApiNotFound", "AsyncClient"]
 
@@ -100,14 +102,18 @@ class AsyncClient(EnvironmentCalls, ArtifactCalls, KeyCalls, InferenceCalls, Obs
         from_checkpoint: str | None = None,
         with_optimizer: bool = False,
         idempotency_key: str | None = None,
-    ) -> JobSummary:
+    ) -> JobSummary | SweepSummary:
         """A spec, or the path of a .toml or .json file. Raises ApiError with every mistake.
+
+        A spec with `kind = "sweep"` or a table [sweep] is submitted as `sweep` would, and the sweep is returned.
 
         Relative paths of the spec are looked for in the current directory, then in `beside` (default: the directory of
         the file), if the server runs on the same machine; otherwise, and if nothing is found, they are the server's.
         `from_checkpoint`, JOB@STEP or JOB@latest, and `with_optimizer` replace the spec's [start].
         """
         data = started(await prepared(self._http, spec, beside), from_checkpoint, with_optimizer)
+        if is_sweep(data):
+            return await self._submit_sweep(data, idempotency_key)
         headers = {"Idempotency-Key": idempotency_key or uuid.uuid4().hex}
         limit_s = max(self._http.timeout_s, SUBMIT_S) if refers_to_checkpoints(data) else self._http.timeout_s
         return await self._http.json(JobSummary, "POST", "/v1/jobs", noun=data, headers=headers, timeout_s=limit_s)

@@ -12,6 +12,7 @@ from typing import Any
 from opentinker.sdk.http import Http, resource
 from opentinker.sdk.inputs import Spec, prepared
 from opentinker.shared.api_types import DeletedSweep, Sweep, SweepSummary
+from opentinker.shared.types.sweeps import TABLE
 
 SUBMIT_S = 720.0
 """Least time limit of a submission: the server checks every value that refers to something."""
@@ -38,7 +39,10 @@ class SweepCalls:
         """
         data = await prepared(self._http, spec, beside)
         if table is not None and isinstance(data, dict):
-            data = {**data, "sweep": {**(data.get("sweep") or {}), **table}}
+            data = {**data, TABLE: {**(data.get(TABLE) or {}), **table}}
+        return await self._submit_sweep(data, idempotency_key)
+
+    async def _submit_sweep(self, data: Any, idempotency_key: str | None) -> SweepSummary:
         headers = {"Idempotency-Key": idempotency_key or uuid.uuid4().hex}
         limit_s = max(self._http.timeout_s, SUBMIT_S)
         return await self._http.json(SweepSummary, "POST", "/v1/sweeps", noun=data, headers=headers, timeout_s=limit_s)

@@ -133,7 +133,7 @@ async def test_a_template_is_changed_in_the_form_and_looked_at_by_the_queue(open
 async def test_a_sweep_is_submitted_as_one(opened: Open, http: Http) -> None:
     tab = await opened(http.url, "submit")
     spec = make_spec(model__base="some/model").model_dump(mode="json", exclude_defaults=True)
-    swept = {**spec, "sweep": {"parameters": {"rollout.episode_timeout_s": [60, 90]}}}
+    swept = {**spec, "kind": "sweep", "sweep": {"parameters": {"rollout.episode_timeout_s": [60, 90]}}}
     await paste(tab, json.dumps(swept))
     await tab.page.get_by_role("button", name="Submit").click()
     await tab.page.wait_for_url(re.compile("#/sweeps/s-"))

@@ -36,9 +36,8 @@ from opentinker.shared.runtime.service import Context
 from opentinker.shared.security.authorization import DEFAULT_TENANT, Action, Principal, Role, Verdict
 from opentinker.shared.security.key_text import parse
 from opentinker.shared.security.secrets import CLIENT_SECRET
-from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.labels import LabelChanges
-from opentinker.shared.spec.sweeps.children import SweepSpec
+from opentinker.shared.spec.sweeps.children import SubmittedSpec, SweepSpec
 from opentinker.shared.state.plays import Play, Plays
 from opentinker.shared.state.sessions import session_id
 from opentinker.shared.state.store import Store
@@ -99,7 +98,7 @@ CHECK: Any = {
 }  # fmt: skip
 BODIES: dict[type[BaseModel], Any] = {
     CheckReport: CHECK,
-    JobSpec: SPEC,
+    SubmittedSpec: SPEC,
     NewKey: {"role": "viewer"},
     NewShare: {"jobs": ["j-0000000000"]},
     Rotation: {"grace_s": 60},

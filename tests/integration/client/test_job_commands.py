@@ -17,14 +17,14 @@ import orjson
 import pytest
 import yaml
 
-from opentinker import AsyncClient
+from opentinker import AsyncClient, Client
 from opentinker.cli import common
 from opentinker.cli.artifacts import _kinds
 from opentinker.cli.observability import bars
 from opentinker.cli.views.job_summary import doing
 from opentinker.cli.views.job_table import ChangeLines
 from opentinker.cli.views.watch import event_line
-from opentinker.client import ApiConflict, ApiNotFound
+from opentinker.client import ApiConflict, ApiError, ApiNotFound
 from opentinker.sdk.job_text import state_of
 from opentinker.services.scheduler import service
 from opentinker.services.scheduler.sweeps.controller import SweepController
@@ -295,7 +295,7 @@ SKILL = "rollout.toy.skill"
 def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     built_with(monkeypatch, service, SweepController, poll_s=0.05, step_s=0.05)
     path = tmp_path / "sweep.json"
-    path.write_bytes(orjson.dumps({**SPEC, "sweep": {"parameters": {SKILL: [0.1, 0.2]}}}))
+    path.write_bytes(orjson.dumps({**SPEC, "kind": "sweep", "sweep": {"parameters": {SKILL: [0.1, 0.2]}}}))
     return path
 
 
@@ -335,6 +335,27 @@ async def test_mistakes_of_a_file_have_lines(tmp_path: Path, on: list[str]) -> N
         )
     done = await run("run", path)
     assert done.returncode == 1 and "sweep.toml is a sweep of many jobs" in done.stderr
+
+
+async def test_a_jobs_file_becomes_a_sweep_by_its_changes(tmp_path: Path, on: list[str]) -> None:
+    path = tmp_path / "job.json"
+    path.write_bytes(orjson.dumps(SPEC))
+    done = await run("submit", path, "--set", f"sweep.parameters.{SKILL}=[0.1, 0.2]", "--json", *on)
+    made = orjson.loads(done.stdout)
+    assert made["id"].startswith("s-") and made["planned"] == 2, done.stderr
+
+
+async def test_the_client_submits_a_sweep_as_it_does_a_job(client: AsyncClient, url: str, sweep: Path) -> None:
+    made = await client.submit(sweep)
+    assert [one["id"] for one in await client.sweeps()] == [made["id"]]
+
+    def start() -> None:
+        with Client(url) as blocking:
+            blocking.start(sweep)
+
+    with pytest.raises(ApiError, match=r"client\.sweep\(spec\) submits it"):
+        await asyncio.to_thread(start)
+    assert len(await client.sweeps()) == 1, "a refused start submits nothing"
 
 
 async def test_the_client_submits_a_table_beside_a_spec_and_waits(client: AsyncClient, sweep: Path) -> None:

@@ -64,7 +64,7 @@ async def test_priority_is_bounded(nats_server: Server, valkey_server: Server, s
         AsyncClient(url) as client,
     ):
         low = await client.submit({**SPEC, "resources": {"priority": -2}})
-        assert low["priority"] == -2
+        assert (await client.job(low["id"]))["priority"] == -2
         with pytest.raises(Exception, match=r"resources\.priority.*may be at most 0 for your jobs here"):
             await client.submit({**SPEC, "resources": {"priority": 1}})
 

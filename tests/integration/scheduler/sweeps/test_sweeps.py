@@ -102,17 +102,50 @@ async def test_a_budget_of_jobs_ends_a_grid_after_its_first_trials(http: Http, c
 
 
 @pytest.mark.parametrize(
-    ("spec", "field", "problem"),
+    "written",
     [
-        (swept(), "sweep", "a sweep, not a job: POST it to /v1/sweeps"),
-        ({**SPEC, "kind": "sweep"}, "kind", "a sweep has the kind of its jobs, and a table [sweep]"),
+        {**swept(), "kind": "sweep"},
+        {**SPEC, "kind": "sweep", "sweep": {**swept()["sweep"], "kind": "rl"}},
+        swept(),
     ],
+    ids=["kind", "kind and that of the jobs", "table alone"],
 )
-async def test_a_sweep_among_jobs_is_told_where_it_goes(
-    http: Http, spec: dict[str, Any], field: str, problem: str
-) -> None:
-    status, body = await http("POST", "/v1/jobs", json=spec)
-    assert status == 422 and problem in mistakes(body)[field]
+async def test_a_sweep_is_submitted_among_jobs_too(http: Http, ctx: Context, written: dict[str, Any]) -> None:
+    headers = {"Idempotency-Key": "once"}
+    status, made = await http("POST", "/v1/jobs", json=written, headers=headers)
+    assert status == 201, made
+    fits(made, api_types.SweepSummary)
+    assert (made["kind"], made["planned"]) == ("rl", 3)
+    for path in ("/v1/jobs", "/v1/sweeps"):
+        async with http.session.post(f"{http.url}{path}", json=written, headers=headers) as again:
+            assert again.headers["Location"] == f"/v1/sweeps/{made['id']}"
+            assert again.headers["Idempotency-Replayed"] == "true" and (await again.json())["id"] == made["id"]
+    over = await play_all(ctx, http, made["id"], lambda spec: [skill(spec)])
+    assert over["best"]["number"] == 2 and over["spec"]["kind"] == "rl"
+    assert {job["kind"] for job in await jobs_of(http, made["id"])} == {"rl"}
+    status, same = await http("POST", "/v1/sweeps", json=over["spec"])
+    assert (status, same["planned"]) == (201, 3), "what the server shows of a sweep can be submitted again"
+
+
+async def test_a_key_that_made_a_job_makes_no_sweep_and_the_reverse(http: Http) -> None:
+    async def submit(key: str, spec: dict[str, Any]) -> tuple[int, str]:
+        status, made = await http("POST", "/v1/jobs", json=spec, headers={"Idempotency-Key": key})
+        return status, made.get("detail", made.get("id"))
+
+    _, job = await submit("a", SPEC)
+    _, sweep = await submit("b", swept())
+    for key, spec, made in (("a", swept(), f"job {job}"), ("b", SPEC, f"sweep {sweep}")):
+        status, detail = await submit(key, spec)
+        assert status == 409 and f"was used for {made} with another body" in detail
+
+
+async def test_mistakes_of_a_sweep_among_jobs_name_their_field(http: Http) -> None:
+    for table, field in (({}, "sweep"), ({"sweep": {**swept()["sweep"], "kind": "inference"}}, "sweep.kind")):
+        spec = {**SPEC, **table, "kind": "sweep"}
+        status, body = await http("POST", "/v1/jobs", json=spec)
+        assert status == 422 and set(mistakes(body)) == {field}
+        _, told = await http("POST", "/v1/validate?scope=spec", json=spec)
+        assert [one["field"] for one in told["mistakes"]] == [field]
 
 
 async def test_a_budget_of_worker_seconds_counts_all_jobs(http: Http, ctx: Context) -> None:

@@ -126,7 +126,9 @@ def test_jobs_that_differ_by_their_seed_have_different_names() -> None:
         (sweep({"train.lr": [1]}, trials=3), "sweep.trials", "does not apply to a grid"),
         (sweep({"train.lr": [1]}, max_jobs=1, seeds=[1, 2]), "sweep.max_jobs", "less than the 2 jobs of one trial"),
         (sweep({"train.lr": [1]}, max_jobs=1001), "sweep.max_jobs", "less than or equal to 1000"),
-        (sweep({"train.lr": [1]}, {"kind": "sweep"}), "kind", "a sweep has the kind of its jobs"),
+        ({**SMALLEST, "kind": "sweep"}, "sweep", "is needed"),
+        (sweep({"train.lr": [1]}, {"kind": "rl"}, kind="sft"), "sweep.kind", "contradicts kind = 'rl'"),
+        (sweep({"train.lr": [1]}, {"kind": "sweep"}, kind="inference"), "sweep.kind", "must be"),
         (sweep({"train.lr": [1, 2]}, method="tpe"), "sweep.trials", "is needed"),
         (sweep({"train.lr": [1]}, method="random", trials=600, seeds=[1, 2]), "sweep.trials", "more than the 1,000"),
         (sweep({f"environment.config.{n}": [*range(11)] for n in "abc"}), "sweep.parameters", "make 1,331 jobs"),
@@ -188,7 +190,18 @@ def test_one_job_of_a_sweep_is_refused_with_the_way_to_submit_it() -> None:
     with pytest.raises(SpecError) as refused:
         parse_spec(data)
     told = str(refused.value)
-    assert told.startswith("sweep: a spec with this table is a sweep") and "opentinker submit FILE" in told
+    assert told.startswith("sweep: this is a sweep, not a job") and "opentinker submit FILE" in told
+    with pytest.raises(SpecError, match=r"^sweep: this is a sweep, not a job"):
+        parse_spec({**SMALLEST, "kind": "sweep"})
+
+
+def test_the_kind_of_the_jobs_stands_in_the_table_where_kind_is_sweep() -> None:
+    swept = sweep({"train.lr": [1]}, {"kind": "sweep"})
+    assert parse_sweep(swept).base["kind"] == "rl" == parse_sweep(swept).table.kind
+    supervised = {name: value for name, value in SMALLEST.items() if name != "environment"}
+    rows = {**supervised, "kind": "sweep", "data": {"path": "rows.jsonl"}}
+    found = parse_sweep({**rows, "sweep": {**swept["sweep"], "kind": "sft"}})
+    assert found.base["kind"] == "sft" and (found.table.metric, found.table.goal) == ("loss", "minimize")
 
 
 def test_values_that_do_not_go_together_are_told_with_their_combination() -> None:
@@ -197,6 +210,10 @@ def test_values_that_do_not_go_together_are_told_with_their_combination() -> Non
 
 
 def test_the_schema_for_editors_knows_sweeps() -> None:
+    jsonschema.validate(sweep({"train.lr": [1]}, {"kind": "sweep"}, kind="sft"), job_schema())
+    for wrong_kind in (sweep({"train.lr": [1]}, {"kind": "sweeps"}), sweep({"train.lr": [1]}, kind="sweep")):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(wrong_kind, job_schema())
     jsonschema.validate(sweep({"train": {"lr": [1]}, "algorithm.group_size": {"low": 1, "high": 2}}), job_schema())
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(sweep({"train": {"lr": [1]}}, methd="grid"), job_schema())
