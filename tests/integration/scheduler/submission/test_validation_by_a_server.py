@@ -89,7 +89,7 @@ async def test_a_server_plays_an_episode_and_counts_its_workers(client: AsyncCli
     assert found["valid"] and check["found"] == "1 wanted, 0 running, 0 free" and check["result"] == "note"
     assert "waits until one runs" in check["hint"]
     submitted = await client.submit(spec)
-    assert "trainer with 2 GPUs" in submitted.get("waiting_for", "")
+    assert "trainer with 2 GPUs" in str(submitted.get("waiting_for"))
     await workers.stop()
 
 
