@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from opentinker.services.trainer.bank import adamw
 from opentinker.services.trainer.bank.adamw import AdamSettings
@@ -15,9 +16,10 @@ from opentinker.services.trainer.bank.adapter import Adapter
 from opentinker.services.trainer.bank.adapter_files import export_peft, import_peft
 from opentinker.services.trainer.bank.base_model import BaseModel
 from opentinker.services.trainer.bank.capacity import Capacity, measure
-from opentinker.services.trainer.bank.limits import BankLimits, Refused
-from opentinker.services.trainer.bank.losses import Datum, Loss
+from opentinker.services.trainer.bank.limits import BankLimits, NotFinite, Refused
+from opentinker.services.trainer.bank.losses import DataPart, Datum, Loss
 from opentinker.services.trainer.bank.mixed_batch import MixedBatch, Piece, PieceResult
+from opentinker.services.trainer.bank.pass_part import PassOptions, PassPart, Unit, UnitPart
 from opentinker.services.trainer.bank.residency import Residency
 from opentinker.shared.spec import LoraSpec
 from opentinker.shared.types.errors import OpenTinkerError
@@ -27,7 +29,7 @@ MOST_SLOTS = 64
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of one forward_backward command for a pass."""
+    """Data of one forward_backward command for a pass."""
 
     adapter: str
     data: Sequence[Datum]
@@ -36,6 +38,25 @@ class Rows:
     """False: log-probabilities and loss alone."""
     last: bool = True
     """Whether they are the command's last: its gradient then joins the adapter's sum."""
+
+    @property
+    def part(self) -> PassPart:
+        return DataPart(self.data, self.loss)
+
+
+@dataclass(frozen=True)
+class UnitRows:
+    """Units of one command for a pass, likewise."""
+
+    adapter: str
+    units: Sequence[Unit]
+    options: PassOptions
+    backward: bool = True
+    last: bool = True
+
+    @property
+    def part(self) -> PassPart:
+        return UnitPart(self.units, self.options)
 
 
 class StepResult(NamedTuple):
@@ -102,7 +123,7 @@ class AdapterBank:
                 unusable[name] = error
         return unusable
 
-    def run_pass(self, rows: Sequence[Rows]) -> list[PieceResult]:
+    def run_pass(self, rows: Sequence[Rows | UnitRows]) -> list[PieceResult]:
         """Run one packed forward and backward pass over rows of different adapters.
 
         A result that is not finite is refused: the command's gradient is dropped, the adapter is as before it, and the
@@ -116,7 +137,7 @@ class AdapterBank:
                 self.residency.begin_change(adapter.name)
                 if adapter.partial is None:
                     adapter.partial = torch.zeros_like(adapter.weights)
-            pieces.append(Piece(adapter, part.data, part.loss, adapter.partial if part.backward else None))
+            pieces.append(Piece(adapter, part.part, adapter.partial if part.backward else None))
         results = MixedBatch(pieces).run(self.base)
         for adapter, part, result in zip(adapters, rows, results, strict=True):
             if part.backward and (part.last or not result.is_finite):
@@ -146,11 +167,26 @@ class AdapterBank:
                 results.append(StepResult(adapter.steps, norm))
                 continue
             adapter.gradient.zero_()
-            results.append(Refused(
+            results.append(NotFinite(
                 f"the norm of the gradient is {norm}: the step is refused, the gradient dropped, and the weights are "
                 "unchanged; check the losses, or lower the scale"
             ))  # fmt: skip
         return results
+
+    def read(self, name: str) -> Adapter:
+        """Return a copy of an adapter, on the bank's device. Raises NotFound."""
+        (adapter,) = self.residency.bring([name])
+        return adapter.copy_to(self.base.device)
+
+    def write(self, name: str, vectors: Mapping[str, Tensor], steps: int | None) -> None:
+        """Replace vectors of an adapter, and its step count unless None; its gradient sum is dropped. Raises
+        NotFound."""
+        (adapter,) = self.residency.bring([name])
+        self.residency.begin_change(name)
+        adapter.gradient.zero_()
+        adapter.steps = adapter.steps if steps is None else steps
+        for key, vector in vectors.items():
+            adapter.vectors[key].copy_(vector)
 
     def close(self) -> None:
         """Store all adapters. Raises OSError."""

@@ -8,19 +8,23 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, cast
+
+from torch import Tensor
 
 from opentinker.services.trainer.bank.adamw import AdamSettings, check_settings
-from opentinker.services.trainer.bank.adapter_bank import AdapterBank, Rows, StepResult
+from opentinker.services.trainer.bank.adapter import Adapter
+from opentinker.services.trainer.bank.adapter_bank import AdapterBank, Rows, StepResult, UnitRows
 from opentinker.services.trainer.bank.fair_queue import FairQueue, Waiting
-from opentinker.services.trainer.bank.limits import Refused
+from opentinker.services.trainer.bank.limits import NotFinite
 from opentinker.services.trainer.bank.losses import F32, Datum, Loss, check_data, check_loss
 from opentinker.services.trainer.bank.mixed_batch import PieceResult
+from opentinker.services.trainer.bank.pass_part import PassOptions, Unit
 from opentinker.shared.nn.packing import pack
 from opentinker.shared.spec import LoraSpec
 from opentinker.shared.types.errors import NotFound, OpenTinkerError
@@ -40,11 +44,10 @@ class _Command:
 
 @dataclass(kw_only=True)
 class _Forward(_Command):
-    data: Sequence[Datum]
-    loss: Loss
+    units: int
+    make_rows: Callable[[int, int, bool], Rows | UnitRows]
+    """From the first and after the last of its units, and whether they are its last."""
     backward: bool
-    units: list[list[int]]
-    """Indices of the rows of each unit."""
     done: int = 0
     """Units."""
     loss_sum: float = 0.0
@@ -60,7 +63,7 @@ class _Step(_Command):
 class _Call(_Command):
     """Anything else that has its place in the order of an adapter's commands."""
 
-    function: Callable[[], None]
+    function: Callable[[], Any]
     removes: bool = False
     """Whether later commands do not find the adapter."""
     running: bool = False
@@ -86,19 +89,20 @@ class BankLoop:
         """Adapters of the last pass."""
 
     async def __aenter__(self) -> Self:
-        self._task = asyncio.create_task(self._run())
-        self._task.add_done_callback(lambda _: self._cancel_all())
+        self.events = asyncio.get_running_loop()
+        self.task = asyncio.create_task(self._run())
+        self.task.add_done_callback(lambda _: self._cancel_all())
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._task.cancel()
-        await asyncio.wait([self._task])
+        self.task.cancel()
+        await asyncio.wait([self.task])
         try:
             await self._in_thread(self.bank.close)
         finally:
             self._thread.shutdown()
-            if not self._task.cancelled():
-                self._task.result()
+            if not self.task.cancelled():
+                self.task.result()
 
     def _cancel_all(self) -> None:
         """Cancel all commands: the loop has ended, or crashed."""
@@ -154,8 +158,28 @@ class BankLoop:
         limits.check_waiting(self._queue.tokens(tenant), sum(lengths))
         units = pack(lengths, limits.step_tokens) if self.deterministic else [[n] for n in range(len(data))]
         answer: asyncio.Future[ForwardResult] = asyncio.get_running_loop().create_future()
-        command = _Forward(answer=answer, data=data, loss=loss, backward=backward, units=units)
+
+        def rows(start: int, end: int, last: bool) -> Rows:
+            return Rows(adapter, [data[n] for unit in units[start:end] for n in unit], loss, backward, last)
+
+        command = _Forward(answer=answer, units=len(units), make_rows=rows, backward=backward)
         self._push(tenant, adapter, command, [sum(lengths[n] for n in unit) for unit in units])
+        return await answer
+
+    async def run_units(
+        self, tenant: str, adapter: str, units: Sequence[Unit], options: PassOptions, *, backward: bool = True
+    ) -> ForwardResult:
+        """The same for units whose losses the tenant computes; `logprobs` has an entry for each unit."""
+        limits, tokens = self.bank.limits, [unit.tokens for unit in units]
+        limits.check_lengths(tokens)
+        limits.check_waiting(self._queue.tokens(tenant), sum(tokens))
+        answer: asyncio.Future[ForwardResult] = asyncio.get_running_loop().create_future()
+
+        def rows(start: int, end: int, last: bool) -> UnitRows:
+            return UnitRows(adapter, units[start:end], options, backward, last)
+
+        command = _Forward(answer=answer, units=len(units), make_rows=rows, backward=backward)
+        self._push(tenant, adapter, command, tokens)
         return await answer
 
     async def optim_step(self, tenant: str, adapter: str, settings: AdamSettings) -> StepResult:
@@ -173,10 +197,18 @@ class BankLoop:
         """Remove the adapter after its commands so far; later ones do not find it. Raises NotFound."""
         await self._call(tenant, adapter, lambda: self.bank.remove(adapter), removes=True)
 
-    async def _call(self, tenant: str, adapter: str, function: Callable[[], None], *, removes: bool = False) -> None:
-        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    async def read(self, tenant: str, adapter: str) -> Adapter:
+        """Return a copy of the adapter as it is after its commands so far. Raises NotFound."""
+        return cast(Adapter, await self._call(tenant, adapter, lambda: self.bank.read(adapter)))
+
+    async def write(self, tenant: str, adapter: str, vectors: Mapping[str, Tensor], steps: int | None) -> None:
+        """Replace vectors of the adapter after its commands so far; see `AdapterBank.write`. Raises NotFound."""
+        await self._call(tenant, adapter, lambda: self.bank.write(adapter, vectors, steps))
+
+    async def _call(self, tenant: str, adapter: str, function: Callable[[], Any], *, removes: bool = False) -> Any:
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._push(tenant, adapter, _Call(answer=answer, function=function, removes=removes), [])
-        await answer
+        return await answer
 
     def _push(self, tenant: str, adapter: str, command: _Command, units: list[int]) -> None:
         if self.bank.residency.owners.get(adapter) != tenant or self._is_being_removed(tenant, adapter):
@@ -280,11 +312,8 @@ class BankLoop:
         for waiting in loaded:
             command, count = waiting.command, counts[id(waiting)]
             assert isinstance(command, _Forward)
-            chosen = [n for unit in command.units[command.done : command.done + count] for n in unit]
-            command.done += count
-            last = command.done == len(command.units)
-            data = [command.data[n] for n in chosen]
-            rows.append(Rows(waiting.adapter, data, command.loss, command.backward, last))
+            start, command.done = command.done, command.done + count
+            rows.append(command.make_rows(start, command.done, command.done == command.units))
         self._recent = {part.adapter for part in rows}
         results: list[PieceResult] = await self._in_thread(lambda: self.bank.run_pass(rows))
         for waiting, result in zip(loaded, results, strict=True):
@@ -296,11 +325,11 @@ class BankLoop:
         command.loss_sum += result.loss
         command.logprobs += result.logprobs
         if not result.is_finite:
-            self._answer(waiting, Refused(
+            self._answer(waiting, NotFinite(
                 f"loss {result.loss}: the loss or its gradient is not finite, so the command is refused and its "
                 "gradient dropped; check advantages and log-probabilities, or load an earlier state of the adapter"
             ))  # fmt: skip
-        elif command.done == len(command.units):
+        elif command.done == command.units:
             self._answer(waiting, ForwardResult(command.loss_sum, command.logprobs))
 
     def _answer(self, waiting: Waiting[_Command], result: object) -> None:

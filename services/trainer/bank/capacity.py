@@ -13,7 +13,7 @@ from opentinker.services.trainer.bank import adamw
 from opentinker.services.trainer.bank.adapter import Adapter
 from opentinker.services.trainer.bank.base_model import BaseModel
 from opentinker.services.trainer.bank.limits import BankLimits
-from opentinker.services.trainer.bank.losses import Datum, Loss
+from opentinker.services.trainer.bank.losses import DataPart, Datum, Loss
 from opentinker.services.trainer.bank.mixed_batch import MixedBatch, Piece
 from opentinker.services.trainer.data.chat import Tokens
 from opentinker.shared.runtime.memory import memory_bytes, peak_bytes, reset_peak
@@ -68,7 +68,7 @@ def _peak(base: BaseModel, adapters: Sequence[Adapter], limits: BankLimits) -> i
         rows.append(max(2, rest))
     data, share = [_random_datum(base.vocabulary, tokens) for tokens in rows], math.ceil(len(rows) / len(adapters))
     pieces = [
-        Piece(one, own, Loss(), torch.zeros_like(one.weights))
+        Piece(one, DataPart(own, Loss()), torch.zeros_like(one.weights))
         for n, one in enumerate(adapters)
         if (own := data[n * share : (n + 1) * share] or data[:1])
     ]

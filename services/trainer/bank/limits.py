@@ -15,6 +15,10 @@ class Refused(OpenTinkerError):
     """A command is refused and has changed nothing; the text says what to change."""
 
 
+class NotFinite(Refused):
+    """A loss, gradient or norm is NaN or infinite."""
+
+
 @dataclass(frozen=True)
 class BankLimits:
     step_tokens: int = 8192

@@ -7,6 +7,8 @@ with other tenants'.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -17,7 +19,9 @@ from torch import Tensor
 
 from opentinker.services.trainer.algorithm import losses
 from opentinker.services.trainer.bank.limits import Refused
+from opentinker.services.trainer.bank.pass_part import PassOptions, Scores
 from opentinker.services.trainer.data.chat import Tokens
+from opentinker.shared.nn.layout import Layout, layout
 
 F32 = npt.NDArray[np.float32]
 LossName = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro"]
@@ -99,12 +103,35 @@ def _check_field(number: int, field: str, values: F32 | None, count: int, *, nee
         raise Refused(f"datum {number} has {what} that are not finite")
 
 
-def command_loss(logprobs_M: Tensor, data: Sequence[Datum], loss: Loss) -> Tensor:
-    """Return the loss of one command's rows in a pass, from their log-probabilities in order."""
-    loss_M = _token_losses(logprobs_M, data, loss)
-    if any(datum.weights_M is not None for datum in data):
-        loss_M = loss_M * _column(data, "weights_M", logprobs_M.device)
-    return loss_M.sum() * loss.scale
+@dataclass(frozen=True)
+class DataPart:
+    """Data of one command in a pass; a `PassPart`."""
+
+    data: Sequence[Datum]
+    command_loss: Loss
+
+    @cached_property
+    def plan(self) -> Layout:
+        return layout(
+            [datum.tokens.ids_T for datum in self.data],
+            [datum.tokens.learned_T for datum in self.data],
+            temperatures=[self.command_loss.temperature] * len(self.data),
+        )
+
+    @property
+    def options(self) -> PassOptions:
+        return PassOptions(temperature=self.command_loss.temperature)
+
+    @cached_property
+    def counts(self) -> list[int]:
+        return [int(datum.tokens.learned_T.sum()) for datum in self.data]
+
+    def loss(self, scores: Scores) -> Tensor:
+        logprobs_M = scores.logprobs_M
+        loss_M = _token_losses(logprobs_M, self.data, self.command_loss)
+        if any(datum.weights_M is not None for datum in self.data):
+            loss_M = loss_M * _column(self.data, "weights_M", logprobs_M.device)
+        return loss_M.sum() * self.command_loss.scale
 
 
 def _token_losses(logprobs_M: Tensor, data: Sequence[Datum], loss: Loss) -> Tensor:

@@ -14,9 +14,10 @@ from torch import Tensor
 from opentinker.services.trainer.bank.adapted_linear import Segment
 from opentinker.services.trainer.bank.adapter import Adapter
 from opentinker.services.trainer.bank.base_model import BaseModel
-from opentinker.services.trainer.bank.losses import F32, Datum, Loss, command_loss
+from opentinker.services.trainer.bank.losses import F32
+from opentinker.services.trainer.bank.pass_part import PassPart, Scores
 from opentinker.shared.nn.forward import token_scores
-from opentinker.shared.nn.layout import Layout, join, layout
+from opentinker.shared.nn.layout import Layout, join
 from opentinker.shared.nn.models import autocast
 
 
@@ -25,8 +26,7 @@ class Piece:
     """Rows of one command in a pass."""
 
     adapter: Adapter
-    data: Sequence[Datum]
-    loss: Loss
+    part: PassPart
     gradient: Tensor | None = None
     """Flat vector that the backward pass adds to; None: there is no backward pass."""
 
@@ -34,7 +34,7 @@ class Piece:
 class PieceResult(NamedTuple):
     loss: float
     logprobs: list[F32]
-    """[M] of each datum."""
+    """[M] of each datum or unit."""
     is_finite: bool
     """Whether loss and gradient are finite."""
 
@@ -49,14 +49,7 @@ class MixedBatch:
     """Of the pieces in the stream."""
 
     def __post_init__(self) -> None:
-        plans = [
-            layout(
-                [datum.tokens.ids_T for datum in piece.data],
-                [datum.tokens.learned_T for datum in piece.data],
-                temperatures=[piece.loss.temperature] * len(piece.data),
-            )
-            for piece in self.pieces
-        ]
+        plans = [piece.part.plan for piece in self.pieces]
         self.plan = join(plans)
         self.ends = list(accumulate(len(plan.ids_N) for plan in plans))
 
@@ -64,29 +57,37 @@ class MixedBatch:
         """Compute losses and log-probabilities, and add to the gradients of the pieces that have one."""
         plan = self.plan.to(torch.device(base.device))
         backward = any(piece.gradient is not None for piece in self.pieces)
+        options = [piece.part.options for piece in self.pieces]
         with base.segments.used(self._segments()), torch.set_grad_enabled(backward):
             with autocast(base.device, base.dtype):
-                logprobs_M, *_ = token_scores(base.causal, plan, temperature=self._temperature(plan))
-            counts_P = [sum(int(d.tokens.learned_T.sum()) for d in piece.data) for piece in self.pieces]
-            parts = logprobs_M.split(counts_P)
-            losses = [command_loss(p, piece.data, piece.loss) for p, piece in zip(parts, self.pieces, strict=True)]
+                scores = token_scores(
+                    base.causal,
+                    plan,
+                    temperature=self._temperature(plan),
+                    entropy_gradient=any(option.entropy_gradient for option in options),
+                    hits=any(option.hits for option in options),
+                )
+            parts = Scores(*scores).split([sum(piece.part.counts) for piece in self.pieces])
+            losses = [piece.part.loss(own) for piece, own in zip(self.pieces, parts, strict=True)]
             if backward:
                 torch.autograd.backward([
                     loss for loss, piece in zip(losses, self.pieces, strict=True) if piece.gradient is not None
                 ])  # fmt: skip
-        return self._results([part.detach() for part in parts], torch.stack([loss.detach() for loss in losses]))
+        logprobs = [part.logprobs_M.detach() for part in parts]
+        return self._results(logprobs, torch.stack([loss.detach() for loss in losses]))
 
     def _segments(self) -> list[Segment]:
         found = []
         for start, end, piece in zip([0, *self.ends], self.ends, self.pieces, strict=False):
             shape = piece.adapter.shape
             gradients = {} if piece.gradient is None else shape.pairs(piece.gradient)
-            found.append(Segment(start, end, shape.scaling, shape.pairs(piece.adapter.weights), gradients))
+            weights = shape.pairs(piece.adapter.weights) if piece.part.options.adapted else {}
+            found.append(Segment(start, end, shape.scaling, weights, gradients))
         return found
 
     def _temperature(self, plan: Layout) -> Tensor | float:
         assert plan.temperatures_U is not None
-        return 1.0 if all(piece.loss.temperature == 1.0 for piece in self.pieces) else plan.temperatures_U
+        return 1.0 if all(piece.part.options.temperature == 1.0 for piece in self.pieces) else plan.temperatures_U
 
     def _results(self, logprobs: Sequence[Tensor], losses_P: Tensor) -> list[PieceResult]:
         largest_P = torch.stack([
@@ -96,6 +97,6 @@ class MixedBatch:
         finite_P = (losses_P.isfinite() & largest_P.isfinite()).tolist()
         results = []
         for piece, values, loss, finite in zip(self.pieces, logprobs, losses_P.tolist(), finite_P, strict=True):
-            ends = np.cumsum([int(datum.tokens.learned_T.sum()) for datum in piece.data])
+            ends = np.cumsum(piece.part.counts)
             results.append(PieceResult(loss, np.split(values.float().cpu().numpy(), ends[:-1]), finite))
         return results

@@ -30,6 +30,8 @@ class RowBatch:
     """All tokens of the sequences."""
     last: bool
     """Whether this is the last of this rank's passes over the batch."""
+    reference_S: Tensor | None = None
+    """dpo: log-probabilities of a reference without the adapter, where they were computed before."""
 
     def sums_S(self, values_M: Tensor) -> Tensor:
         """Return per sequence the sum over its learned tokens."""

@@ -38,11 +38,11 @@ class DpoLearner(SupervisedLearner):
     def weight(self, batch: list[Example]) -> int:
         return len(batch)
 
-    def share(self, micro: RowBatch, weight: int) -> dict[str, Tensor]:
+    def share(self, micro: RowBatch, logprobs_M: Tensor, hits_M: Tensor, weight: int) -> dict[str, Tensor]:
         dpo = self.spec.dpo
         assert dpo is not None
         reference_S = self._reference(micro)
-        own_S = micro.sums_S(self.forward(micro.plan)[0])
+        own_S = micro.sums_S(logprobs_M)
         ratio_S = own_S - reference_S
         chosen_P, rejected_P = ratio_S[0::2], ratio_S[1::2]
         if dpo.loss == "ipo":
@@ -68,6 +68,8 @@ class DpoLearner(SupervisedLearner):
         if self.needs_preparation:
             known = [value for example in micro.examples for value in example.reference]
             return torch.tensor(known, dtype=torch.float32, device=self.device)
+        if micro.reference_S is not None:
+            return micro.reference_S
         adapted: Any = self.model
         with torch.no_grad(), adapted.disable_adapter():
             return micro.sums_S(self.forward(micro.plan)[0])

@@ -34,6 +34,8 @@ from opentinker.shared.types.core import WeightVersion
 from opentinker.shared.types.manifest import CRITIC, SeatBaselines, read_manifest
 from opentinker.shared.types.trajectories import Group
 
+ADVICE = "a lower lr, or a tighter bound on the ratio"
+"""Shown when a step is refused."""
 PROBE_TOKENS = 16
 """Maximum number of tokens in a probe: each version has one, and the trainer makes a pass over it."""
 
@@ -124,8 +126,14 @@ class RlLearner(PolicyModel):
 
         `first`: the weights are still those before the batch.
         """
-        sums = {name: torch.zeros((), device=self.device) for name in ("policy", "total", "value")}
         self.dropout(on=True)
+        sums = self._accumulate(micros, record, first=first)
+        totals = self.process_group.sum(torch.stack(list(sums.values())))
+        return self._apply(dict(zip(sums, totals, strict=True)), lr_share)
+
+    def _accumulate(self, micros: list[MicroBatch], record: StepRecord, *, first: bool) -> dict[str, Tensor]:
+        """Add the gradient of the micro-batches; returns the sums of their losses."""
+        sums = {name: torch.zeros((), device=self.device) for name in ("policy", "total", "value")}
         for micro in micros:
             self.raise_if_interrupted()
             logprobs_M, entropy_M, _ = self._forward(micro)
@@ -133,22 +141,39 @@ class RlLearner(PolicyModel):
             if not micro.members:
                 self.backward(logprobs_M.sum() * 0.0, last=last)
                 continue
-            if micro.start_M is None and first:
-                micro.start_M = logprobs_M.detach()
-            found = objective(logprobs_M, entropy_M, micro, self.spec.algorithm)
-            self.backward(found.loss, last=last)
-            sums["policy"] += found.policy
-            sums["total"] += found.loss.detach()
-            record.add(micro, logprobs_M, entropy_M, found)
+            found = self._objective(micro, logprobs_M, entropy_M, record, sums, first=first)
+            self.backward(found, last=last)
             if self.critic is not None:
                 sums["value"] += self.critic.accumulate(micro)
-        sums = dict(zip(sums, self.process_group.sum(torch.stack(list(sums.values()))), strict=True))
+        return sums
+
+    def _objective(
+        self,
+        micro: MicroBatch,
+        logprobs_M: Tensor,
+        entropy_M: Tensor,
+        record: StepRecord,
+        sums: dict[str, Tensor],
+        *,
+        first: bool,
+    ) -> Tensor:
+        """Return the micro-batch's loss, and enter it into the record and the sums."""
+        if micro.start_M is None and first:
+            micro.start_M = logprobs_M.detach()
+        found = objective(logprobs_M, entropy_M, micro, self.spec.algorithm)
+        sums["policy"] += found.policy
+        sums["total"] += found.loss.detach()
+        record.add(micro, logprobs_M, entropy_M, found)
+        return found.loss
+
+    def _apply(self, sums: dict[str, Tensor], lr_share: float) -> dict[str, float]:
+        """Step the optimizer. Raises NonFinite instead if a loss or norm is not finite."""
         sums["norm"] = self.clip()
         if self.critic is not None:
             self.process_group.sum_gradients(self.critic.parameters.values())
             sums["critic_norm"] = self.critic.clip()
         try:
-            result = self.require_finite(sums, "a lower lr, or a tighter bound on the ratio")
+            result = self.require_finite(sums, ADVICE)
         except NonFinite:
             self.discard_gradients()
             raise

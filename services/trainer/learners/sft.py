@@ -13,9 +13,10 @@ class SftLearner(SupervisedLearner):
     """L = -(1/N) sum_{s,t} log pi(x_{s,t} | x_{s,<t}) over the N learned tokens of the batch: a mean per token, not per
     row. `accuracy` is the share of those tokens that pi finds the likeliest."""
 
+    hits = True
+
     def weight(self, batch: list[Example]) -> int:
         return learned_tokens(batch)
 
-    def share(self, micro: RowBatch, weight: int) -> dict[str, Tensor]:
-        logprobs_M, _, hits_M = self.forward(micro.plan, hits=True)
+    def share(self, micro: RowBatch, logprobs_M: Tensor, hits_M: Tensor, weight: int) -> dict[str, Tensor]:
         return {"loss": -logprobs_M.sum() / weight, "accuracy": hits_M.sum() / weight}

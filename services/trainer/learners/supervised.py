@@ -23,6 +23,8 @@ from opentinker.services.trainer.learners.policy_model import PolicyModel
 class SupervisedLearner(PolicyModel, ABC):
     advice = "a lower lr"
     """Advice shown when a step is refused."""
+    hits = False
+    """Whether `share` needs to know which tokens are the likeliest."""
 
     @property
     def needs_preparation(self) -> bool:
@@ -37,7 +39,7 @@ class SupervisedLearner(PolicyModel, ABC):
         """Return the denominator of the micro-batches' shares."""
 
     @abstractmethod
-    def share(self, micro: RowBatch, weight: int) -> dict[str, Tensor]:
+    def share(self, micro: RowBatch, logprobs_M: Tensor, hits_M: Tensor, weight: int) -> dict[str, Tensor]:
         """Return the micro-batch's contribution to `loss`, with a gradient, and to the metrics of its batch."""
 
     def step(self, batch: list[Example]) -> dict[str, float]:
@@ -47,6 +49,13 @@ class SupervisedLearner(PolicyModel, ABC):
         self.dropout(on=True)
         with self.undo_if_interrupted():
             sums, counts = self._sums(batch, backward=True)
+        result = self._apply(sums)
+        self.steps += 1
+        return {**result, "lr": lr, **counts, "step_seconds": time.perf_counter() - began}
+
+    def _apply(self, sums: dict[str, Tensor]) -> dict[str, float]:
+        """Step the optimizer; returns the sums with the gradient's norm. Raises NonFinite instead if one is not
+        finite."""
         sums["grad_norm"] = self.clip().double()
         try:
             result = self.require_finite(sums, self.advice)
@@ -54,8 +63,7 @@ class SupervisedLearner(PolicyModel, ABC):
             self.discard_gradients()
             raise
         self.optimizer_step()
-        self.steps += 1
-        return {**result, "lr": lr, **counts, "step_seconds": time.perf_counter() - began}
+        return result
 
     def evaluate(self, examples: list[Example]) -> dict[str, float]:
         self.dropout(on=False)
@@ -72,7 +80,8 @@ class SupervisedLearner(PolicyModel, ABC):
             batch, self.spec.train.tokens_per_micro_batch, torch.device(self.device), self.process_group
         ):
             self.raise_if_interrupted(changes=backward)
-            found = self.share(micro, weight)
+            logprobs_M, _, hits_M = self.forward(micro.plan, hits=self.hits)
+            found = self.share(micro, logprobs_M, hits_M, weight)
             counts = bool(micro.places)
             if backward:
                 self.backward(found["loss"] * counts, last=micro.last)

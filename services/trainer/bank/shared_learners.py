@@ -1,0 +1,258 @@
+"""Learners of jobs that share a base model: losses, metrics and checkpoints are those of a job with a trainer to
+itself; passes and optimizer steps are those of a bank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from opentinker.services.trainer.bank.adamw import AdamSettings
+from opentinker.services.trainer.bank.adapter import Adapter
+from opentinker.services.trainer.bank.adapter_files import CONFIG
+from opentinker.services.trainer.bank.adapter_tensors import MOMENTS, matrices, read_checkpoint, trainer_tensors
+from opentinker.services.trainer.bank.job_adapter import JobAdapter
+from opentinker.services.trainer.bank.limits import NotFinite
+from opentinker.services.trainer.bank.losses import F32
+from opentinker.services.trainer.bank.pass_part import PassOptions, Scores, Unit
+from opentinker.services.trainer.batch.micro_batch import MicroBatch
+from opentinker.services.trainer.batch.row_batch import RowBatch, row_batches
+from opentinker.services.trainer.batch.token_metrics import StepRecord
+from opentinker.services.trainer.data.examples import Example
+from opentinker.services.trainer.learners.base import Interrupted, NonFinite
+from opentinker.services.trainer.learners.dpo import DpoLearner
+from opentinker.services.trainer.learners.policy_model import CheckpointTensors, PolicyModel
+from opentinker.services.trainer.learners.rl import ADVICE, RlLearner
+from opentinker.services.trainer.learners.sft import SftLearner
+from opentinker.services.trainer.learners.supervised import SupervisedLearner
+from opentinker.shared.nn.layout import Layout
+from opentinker.shared.nn.models import load_tokenizer
+from opentinker.shared.spec import JobSpec
+from opentinker.shared.types.manifest import ADAPTER
+
+
+class SharedPolicy(PolicyModel):
+    """An adapter of a bank in the place of a model and its optimizer."""
+
+    def __init__(self, spec: JobSpec, adapter: JobAdapter) -> None:
+        tokens = min(spec.train.tokens_per_micro_batch, adapter.longest)
+        train = spec.train.model_copy(update={"tokens_per_micro_batch": tokens})
+        super().__init__(spec.model_copy(update={"train": train}), adapter.base.device)
+        self.adapter = adapter
+        self.lr = 0.0
+        """Of the next step."""
+
+    def _build(self, checkpoint: Path | None) -> None:
+        lora = self.spec.model.lora
+        assert lora is not None
+        self.tokenizer = load_tokenizer(self.spec.model.base)
+        self.adapter.create(lora, self.spec.train.seed)
+        self.causal = self.adapter.base.causal
+        self.dropouts = []
+
+    def _resume(self, checkpoint: Path | None) -> None:
+        self.steps = 0
+        if checkpoint is not None:
+            self._restore(checkpoint, moments=True)
+            self.steps = int(orjson.loads((checkpoint / "trainer" / "state.json").read_bytes())["steps"])
+
+    def _load_start(self, checkpoint: Path, *, moments: bool) -> None:
+        self.steps = 0
+        self._restore(checkpoint, moments=moments)
+
+    def _restore(self, checkpoint: Path, *, moments: bool) -> None:
+        vectors, steps = read_checkpoint(self.adapter.read(), checkpoint, moments=moments)
+        self.adapter.write(vectors, steps)
+
+    # --- steps --------------------------------------------------------------------------------------------------
+
+    def set_lr(self) -> float:
+        self.lr = self.spec.train.lr * self.lr_share
+        return self.lr
+
+    def run(self, units: Sequence[Unit], *, backward: bool, **options: Any) -> list[F32]:
+        """Run units in passes; returns the log-probabilities of each. Raises NonFinite."""
+        try:
+            return self.adapter.run(units, PassOptions(**options), backward=backward)
+        except NotFinite as error:
+            raise self._refused(error, ADVICE) from None
+
+    def step_adapter(self, advice: str) -> float:
+        """Step the optimizer; returns the norm of the gradient before clipping. Raises NonFinite."""
+        train = self.spec.train
+        settings = AdamSettings(
+            lr=self.lr, beta1=train.beta1, beta2=train.beta2, weight_decay=train.weight_decay, clip=train.grad_clip
+        )
+        try:
+            return self.adapter.step(settings).grad_norm
+        except NotFinite as error:
+            raise self._refused(error, advice) from None
+
+    def _refused(self, error: NotFinite, advice: str) -> NonFinite:
+        self.discard_gradients()
+        return NonFinite(f"step refused after {self.steps} steps: {error}; the weights are unchanged. Try {advice}.")
+
+    def discard_gradients(self) -> None:
+        self.adapter.write({})
+
+    def rollback_point(self) -> Callable[[], None]:
+        before = self.adapter.read()
+        vectors = {name: getattr(before, name) for name in ("weights", *MOMENTS)}
+        return partial(self.adapter.write, vectors, before.steps)
+
+    def dropout(self, *, on: bool) -> None:
+        """Do nothing: adapters of a bank have no dropout."""
+
+    @contextmanager
+    def undo_if_interrupted(self) -> Iterator[None]:
+        try:
+            yield
+        except Interrupted:
+            self.discard_gradients()
+            raise
+
+    def interrupt(self) -> None:
+        super().interrupt()
+        self.adapter.interrupt()
+
+    def close(self) -> None:
+        self.adapter.remove()
+
+    # --- weights ------------------------------------------------------------------------------------------------
+
+    def _weights(self, *, frozen: bool) -> Iterator[tuple[str, Tensor]]:
+        return self._weights_of(self.adapter.read())
+
+    def _weights_of(self, adapter: Adapter) -> Iterator[tuple[str, Tensor]]:
+        for name, matrix in matrices(adapter.shape, adapter.weights):
+            yield name, matrix.to(self.dtype)
+
+    def _forward_whole(self, plan: Layout) -> Tensor:
+        (logprobs_M,) = self.adapter.run([Unit(plan, len(plan.ids_N))], PassOptions(), backward=False, completes=True)
+        return torch.from_numpy(logprobs_M)
+
+    def collect(self) -> CheckpointTensors:
+        adapter = self.adapter.read()
+        return CheckpointTensors(dict(self._weights_of(adapter)), trainer_tensors(adapter, masters=self.has_masters))
+
+    def write_weights(self, directory: Path, weights: dict[str, Tensor]) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        save_file({name: tensor.contiguous() for name, tensor in weights.items()}, directory / ADAPTER)
+        config = {**self.adapter.read().config, "inference_mode": True}
+        (directory / CONFIG).write_bytes(orjson.dumps(config, option=orjson.OPT_INDENT_2))
+        self.tokenizer.save_pretrained(directory)
+
+
+class SharedRlLearner(RlLearner, SharedPolicy):
+    def _accumulate(self, micros: list[MicroBatch], record: StepRecord, *, first: bool) -> dict[str, Tensor]:
+        sums = {name: torch.zeros((), device=self.device) for name in ("policy", "total", "value")}
+
+        def loss(micro: MicroBatch, scores: Scores) -> Tensor:
+            return self._objective(micro, scores.logprobs_M, scores.entropy_M, record, sums, first=first)
+
+        units = [Unit(micro.plan, micro.tokens, partial(loss, micro)) for micro in micros]
+        self.run(units, backward=True, **self._options)
+        return sums
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        entropy = bool(self.spec.algorithm.entropy_coef)
+        return {"temperature": self.spec.rollout.temperature, "entropy_gradient": entropy}
+
+    def _apply(self, sums: dict[str, Tensor], lr_share: float) -> dict[str, float]:
+        try:
+            result = self.require_finite(sums, ADVICE)
+        except NonFinite:
+            self.discard_gradients()
+            raise
+        return {**result, "norm": self.step_adapter(ADVICE)}
+
+    def _measure_start(self, micros: list[MicroBatch]) -> None:
+        units = [Unit(micro.plan, micro.tokens) for micro in micros]
+        measured = self.run(units, backward=False, temperature=self.spec.rollout.temperature)
+        for micro, logprobs_M in zip(micros, measured, strict=True):
+            micro.start_M = torch.from_numpy(logprobs_M).to(self.device)
+
+
+class SharedRows(SupervisedLearner, SharedPolicy):
+    """Rows in passes of a bank, for the losses of sft and dpo."""
+
+    def _sums(self, batch: list[Example], *, backward: bool) -> tuple[dict[str, Tensor], dict[str, float]]:
+        weight, sums = self.weight(batch), dict[str, Tensor]()
+
+        def loss(micro: RowBatch, scores: Scores) -> Tensor:
+            found = self.share(micro, scores.logprobs_M, scores.hits_M, weight)
+            for name, value in found.items():
+                sums[name] = sums.get(name, 0.0) + value.detach().double()
+            return found["loss"]
+
+        micros = list(row_batches(batch, self.spec.train.tokens_per_micro_batch, torch.device("cpu")))
+        self._measure_reference(micros)
+        self.run([Unit(m.plan, m.tokens, partial(loss, m)) for m in micros], backward=backward, hits=self.hits)
+        counts = {
+            "tokens": sum(len(micro.sequence_M) for micro in micros),
+            "tokens/total": sum(micro.tokens for micro in micros),
+            "tokens/computed": sum(len(micro.plan.ids_N) for micro in micros),
+        }
+        return sums, {name: float(count) for name, count in counts.items()}
+
+    def _measure_reference(self, micros: list[RowBatch]) -> None:
+        """Do nothing: the loss has no reference."""
+
+    def _apply(self, sums: dict[str, Tensor]) -> dict[str, float]:
+        try:
+            result = self.require_finite(sums, self.advice)
+        except NonFinite:
+            self.discard_gradients()
+            raise
+        return {**result, "grad_norm": self.step_adapter(self.advice)}
+
+
+class SharedSftLearner(SharedRows, SftLearner):
+    pass
+
+
+class SharedDpoLearner(SharedRows, DpoLearner):
+    """The reference of a fresh adapter is the base without it. That of another job's adapter is measured once, by an
+    adapter that is removed afterwards."""
+
+    def _measure_reference(self, micros: list[RowBatch]) -> None:
+        if self.needs_preparation:
+            return
+        units = [Unit(micro.plan, micro.tokens) for micro in micros]
+        measured = self.run(units, backward=False, adapted=False)
+        for micro, logprobs_M in zip(micros, measured, strict=True):
+            micro.reference_S = micro.sums_S(torch.from_numpy(logprobs_M))
+
+    def _measure(self, examples: list[Example], start: Path) -> F32:
+        policy: SharedPolicy = self if self.steps == 0 else self._at_start(start)
+        found = np.zeros((len(examples), 2), np.float32)
+        budget = self.spec.train.tokens_per_micro_batch
+        try:
+            micros = list(row_batches(examples, budget, torch.device("cpu")))
+            measured = policy.run([Unit(micro.plan, micro.tokens) for micro in micros], backward=False)
+            for micro, logprobs_M in zip(micros, measured, strict=True):
+                found[micro.places] = micro.sums_S(torch.from_numpy(logprobs_M)).view(-1, 2).numpy()
+        finally:
+            if policy is not self:
+                policy.close()
+        return found
+
+    def _at_start(self, start: Path) -> SharedPolicy:
+        policy = SharedPolicy(self.spec, JobAdapter(self.adapter.bank, f"{self.adapter.name}-reference"))
+        policy.start(start, optimizer=False)
+        return policy
+
+
+LEARNERS: dict[str, type[SharedRlLearner | SharedSftLearner | SharedDpoLearner]] = {
+    "rl": SharedRlLearner, "sft": SharedSftLearner, "dpo": SharedDpoLearner,
+}  # fmt: skip
+"""By kind of job."""
