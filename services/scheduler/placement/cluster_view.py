@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from opentinker.services.scheduler.placement.gpu_matching import FreeWorkers, GpuMatcher, described
+from opentinker.services.scheduler.placement.gpu_matching import FreeWorkers, GpuMatcher, apart, described, shared_gpus
 from opentinker.services.scheduler.placement.quotas import Used
 from opentinker.services.scheduler.placement.shortages import too_few
 from opentinker.services.scheduler.placement.trainer_groups import (
@@ -113,6 +113,10 @@ class Cluster:
         worker = self.workers.get(lease.worker)
         return worker is None or worker.incarnation != lease.incarnation or worker.job != lease.job
 
+    def is_overdue(self, worker: str) -> bool:
+        """Return whether the worker should have let go of its work long ago."""
+        return worker in self._overdue
+
     def serving(self, job: str) -> bool:
         """A rollout worker of the job lives and has loaded its model."""
         return bool(self._ready(job))
@@ -151,10 +155,17 @@ class Cluster:
         winding_down = {worker.job for worker in ours if worker.job is not None}
         absent = {pool: not found for pool, found in alive.items()}
         counted_or_new = {pool: counted[pool] + new[pool] for pool in LEASED}
-        kinds = [[gpus.get(id, NO_GPUS) for id in some[Pool.TRAINER]] for some in (free, counted_or_new)]
+        shared = shared_gpus({worker.id: worker.gpus for worker in alive[Pool.TRAINER]})
+        trainers = [
+            sorted(some[Pool.TRAINER], key=lambda id: gpus.get(id, NO_GPUS).memory, reverse=True)
+            for some in (free, counted_or_new)
+        ]
+        kinds = [[gpus.get(id, NO_GPUS) for id in some] for some in trainers]
+        kinds_apart = [[gpus.get(id, NO_GPUS) for id in apart(some, shared)] for some in trainers]
 
         def shape(job: JobRecord, need: RankNeed) -> Shape:
-            return self._shape(job, need, *kinds, patient=now - max(job.since, job.lost_at) < rules.gang_s)
+            found = kinds_apart if need.gpus else kinds
+            return self._shape(job, need, *found, patient=now - max(job.since, job.lost_at) < rules.gang_s)
 
         return ClusterView(
             now=now,
@@ -163,6 +174,7 @@ class Cluster:
             alive=counted_or_new,
             coming={pool: [w.id for w in busy if w.id in counted[pool]] + new[pool] for pool in LEASED},
             gpus=gpus,
+            shared_gpus=shared,
             leases=[
                 Held(lease.worker, lease.job, lease.pool, bool(lease.leaves_by))
                 for _, lease in sorted(self._leases.items())
@@ -176,7 +188,7 @@ class Cluster:
     def lacks(self, job: JobRecord) -> str:
         """Describe what the job needs and no process provides."""
         view = self.view([job], now=time.time(), limits={}, used={}, rules=Rules())
-        (one,), matcher = view.jobs, GpuMatcher(view.gpus)
+        (one,), matcher = view.jobs, GpuMatcher(view.gpus, view.shared_gpus)
         return too_few(one, *(FreeWorkers(matcher, workers).count(one) for workers in (view.alive, view.free)))
 
     def _shape(

@@ -7,7 +7,7 @@ memory, then the least room for ranks.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 
 from opentinker.services.scheduler.placement.types import ANY_RANKS, LEASED, NO_GPUS, Gpus, Need, PlannedJob
@@ -15,12 +15,14 @@ from opentinker.shared.runtime.gpus import nearest
 from opentinker.shared.types.core import Gpu, Pool
 
 ANY = Need()
+NONE: frozenset[str] = frozenset()
 
 
 class GpuMatcher:
-    """`gpus`: of workers that have some."""
+    """`gpus`: of workers that have some; `shared`: see `ClusterView.shared_gpus`."""
 
-    def __init__(self, gpus: Mapping[str, Gpus]) -> None:
+    def __init__(self, gpus: Mapping[str, Gpus], shared: Mapping[str, frozenset[str]] | None = None) -> None:
+        self.shared = shared or {}
         self.kinds = [NO_GPUS, *sorted({*gpus.values()} - {NO_GPUS}, key=_size)]
         number = {kind: n for n, kind in enumerate(self.kinds)}
         self._kind = {worker: number[kind] for worker, kind in gpus.items()}
@@ -76,10 +78,17 @@ class FreeWorkers:
             kinds, found[pool] = self._workers[pool], 0
             for number in self._matcher.suiting(job, pool):
                 found[pool] += len(kinds[number])
+            if self._is_group(job, pool):
+                found[pool] = len(self._group(job, pool))
         return found
 
     def take(self, job: PlannedJob, pool: Pool, most: int) -> list[str]:
         """Take up to `most` suitable workers."""
+        if self._is_group(job, pool):
+            group = self._group(job, pool)[:most]
+            for worker in group:
+                self._workers[pool][self._matcher.kind(worker)].remove(worker)
+            return group
         taken: list[str] = []
         for number in self._matcher.suiting(job, pool):
             there = self._workers[pool][number]
@@ -87,9 +96,38 @@ class FreeWorkers:
                 taken.append(there.popleft())
         return taken
 
+    def _is_group(self, job: PlannedJob, pool: Pool) -> bool:
+        """Return whether the job needs several trainers, on GPUs that some may share."""
+        return bool(
+            pool == Pool.TRAINER and self._matcher.shared and job.needs[pool] > 1 and job.gpus.get(pool, ANY).gpus
+        )
+
+    def _group(self, job: PlannedJob, pool: Pool) -> list[str]:
+        there = (worker for number in self._matcher.suiting(job, pool) for worker in self._workers[pool][number])
+        return apart(there, self._matcher.shared)
+
     def all(self, pool: Pool) -> list[str]:
         """Return all workers, those with fewer GPUs first."""
         return [worker for kind in self._workers[pool] for worker in kind]
+
+
+def apart(workers: Iterable[str], shared: Mapping[str, frozenset[str]]) -> list[str]:
+    """Return the workers, in order, without those that see a GPU of one before them."""
+    seen: set[str] = set()
+    found = []
+    for worker in workers:
+        own = shared.get(worker, NONE)
+        if own.isdisjoint(seen):
+            found.append(worker)
+            seen |= own
+    return found
+
+
+def shared_gpus(gpus: Mapping[str, Sequence[Gpu]]) -> dict[str, frozenset[str]]:
+    """Return which of their GPUs others of these workers see too, of those of which this holds."""
+    seen = Counter(gpu.uuid for own in gpus.values() for gpu in own)
+    found = {worker: frozenset(gpu.uuid for gpu in own if seen[gpu.uuid] > 1) for worker, own in gpus.items()}
+    return {worker: own for worker, own in found.items() if own}
 
 
 def described(found: Sequence[Gpu], ranks: int = 0) -> Gpus:

@@ -73,7 +73,7 @@ def plan(view: ClusterView) -> PlacementPlan:
 
 
 _Lack = tuple[tuple[Pool, Need | None], ...]
-"""Pools of which nothing is free, and what is needed of them."""
+"""Pools of which too few workers are free, and what is needed of them."""
 
 
 class _Planning:
@@ -83,7 +83,7 @@ class _Planning:
         self.view, self.rules, self.now = view, view.rules, view.now
         self.decisions: list[Decision] = []
         self.waiting: dict[str, str] = {}
-        self.matcher = matcher = GpuMatcher(view.gpus)
+        self.matcher = matcher = GpuMatcher(view.gpus, view.shared_gpus)
         self.size = {pool: len(view.alive.get(pool, ())) for pool in LEASED}
         self.alive, self.free = FreeWorkers(matcher, view.alive), FreeWorkers(matcher, view.free)
         self.coming = FreeWorkers(matcher, view.coming)
@@ -203,9 +203,9 @@ class _Planning:
         found: dict[_Lack, PlannedJob] = {}
         for job in self.view.jobs:
             if not job.held:
-                none = tuple((pool, job.gpus.get(pool)) for pool, n in self.free.count(job).items() if not n)
-                if none and none not in found and not self._is_blocked(job, self._tenant(job.tenant)):
-                    found[none] = job
+                lack = tuple((pool, job.gpus.get(pool)) for pool in missing(job.needs, self.free.count(job)))
+                if lack and lack not in found and not self._is_blocked(job, self._tenant(job.tenant)):
+                    found[lack] = job
         return found
 
     def _job_in_need_of(
@@ -219,7 +219,7 @@ class _Planning:
         for other, short in broken:
             if other is not one and self.now >= other.job.retry_at and any(holds(pool, other.job) for pool in short):
                 return other.job
-        return next((job for none, job in queued.items() if any(holds(pool, job) for pool, _ in none)), None)
+        return next((job for lack, job in queued.items() if any(holds(pool, job) for pool, _ in lack)), None)
 
     # --- the queue -----------------------------------------------------------------------------------------------
 

@@ -131,6 +131,8 @@ class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
     """Workers without a lease that have not let go of their last job yet, or were just started."""
     gpus: Mapping[str, Gpus] = {}
     """GPUs of workers that have some."""
+    shared_gpus: Mapping[str, frozenset[str]] = {}
+    """UUIDs of GPUs that several trainers see, by trainer: the ranks of a job need a GPU each."""
     leases: Sequence[Held] = ()
     limits: Mapping[str, TenantLimits] = {}
     used: Mapping[str, Used] = {}

@@ -70,11 +70,12 @@ class WorkerWatch:
 
     def leaving_group(self, leases: Iterable[Lease], cluster: Cluster) -> Lease | None:
         """Return the lease of a trainer that was told to stop while others depend on its ranks. The lead saves when it
-        is told itself."""
+        is told itself; it counts once it takes too long, since the others would wait for it without end."""
         for lease in leases:
             worker = cluster.workers.get(lease.worker)
-            follows = len(lease.group) > 1 and lease.group[0].worker != lease.worker
-            if follows and worker is not None and worker.status == "draining" and not cluster.has_left(lease):
+            if len(lease.group) < 2 or worker is None or worker.status != "draining" or cluster.has_left(lease):
+                continue
+            if lease.group[0].worker != lease.worker or cluster.is_overdue(lease.worker):
                 return lease
         return None
 

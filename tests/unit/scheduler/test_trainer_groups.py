@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
+from opentinker.services.scheduler.placement.cluster_view import Cluster
 from opentinker.services.scheduler.placement.trainer_groups import (
     RankNeed,
     Shape,
@@ -13,9 +16,10 @@ from opentinker.services.scheduler.placement.trainer_groups import (
     group_of,
     rank_need,
 )
-from opentinker.services.scheduler.placement.types import AddTrainers, Gpus, Need, Start
+from opentinker.services.scheduler.placement.types import AddTrainers, Gpus, Need, Requeue, Rules, Start
+from opentinker.services.scheduler.placement.worker_watch import WorkerWatch
 from opentinker.shared.runtime.worker_info import worker_info
-from opentinker.shared.types.core import Pool
+from opentinker.shared.types.core import Gpu, JobRecord, JobState, Lease, Pool
 from tests.support.factories import make_spec
 from tests.unit.scheduler.placing import NOW, TRAINER, held, job, planned, started
 
@@ -96,6 +100,65 @@ def test_a_group_gets_all_its_trainers_or_none() -> None:
     assert planned(broken, trainers=2).decisions == [AddTrainers("a", ("trainer-0", "trainer-1"), 2)]
     partly = held("a", "trainer-0", lost_at=NOW - 1, **WIDE)
     assert planned(partly, trainers=3).decisions == [], "what is left of the old group goes first"
+
+
+def test_trainers_that_see_one_gpu_are_not_in_one_group() -> None:
+    wants = job("a", **{**WIDE, "gpus": {TRAINER: Need(1, 0, 1)}})
+    gpus = {f"trainer-{n}": Gpus((80,)) for n in range(3)}
+    shared = {f"trainer-{n}": frozenset({"GPU-1"}) for n in range(2)}
+    assert planned(wants, trainers=2, gpus=gpus, shared_gpus=shared).decisions == []
+    found = planned(wants, trainers=3, gpus=gpus, shared_gpus=shared)
+    assert found.decisions == [Start("a", ("trainer-0", "trainer-2"), 2)]
+    both = [job(id, needs={TRAINER: 1}, most=0, gpus={TRAINER: Need(1)}) for id in "ab"]
+    assert started(planned(*both, trainers=2, gpus=gpus, shared_gpus=shared)) == ["a", "b"], "jobs may share a GPU"
+
+
+def test_trainers_that_see_one_gpu_have_room_for_one_rank() -> None:
+    spec = make_spec(train={"steps": 1}, resources={"trainer_gpus": 2}).model_dump(mode="json")
+    record = JobRecord(
+        id="j", name="j", kind="rl", tenant="t", state=JobState.QUEUED, version=1, epoch=0, created=NOW, updated=NOW,
+        step=0, steps=1, reason="", spec=spec, since=NOW - 3600,
+    )  # fmt: skip
+
+    def needed(*gpus: str) -> tuple[int, Need]:
+        trainers = [
+            msgspec.structs.replace(
+                worker_info(f"trainer-{n}", Pool.TRAINER), gpus=[Gpu(index=0, uuid=uuid, model="X", memory=80)]
+            )
+            for n, uuid in enumerate(gpus)
+        ]
+        view = Cluster(trainers, []).view([record], now=NOW, limits={}, used={}, rules=Rules())
+        return view.jobs[0].needs[TRAINER], view.jobs[0].gpus[TRAINER]
+
+    assert needed("GPU-1", "GPU-2") == (2, Need(1, 0, 1))
+    assert needed("GPU-1", "GPU-1", "GPU-2") == (2, Need(1, 0, 1))
+    assert needed("GPU-1", "GPU-1") == (2, Need(1, 0, 1)), "it waits for another one"
+
+
+def test_a_group_that_lacks_one_of_its_trainers_gets_it_from_a_job_that_waits_for_something_else() -> None:
+    broken = held("a", "trainer-0", lost_at=NOW - 100, created=NOW - 3600)
+    found = planned(broken, job("b", **WIDE), trainers=2, rollouts=0)
+    assert [type(decision) for decision in found.decisions] == [Requeue]
+
+
+@pytest.mark.parametrize(
+    ("leader", "overdue", "leaves"), [(True, False, False), (True, True, True), (False, False, True)]
+)
+def test_a_group_whose_lead_is_told_to_stop_and_hangs_is_given_up(leader: bool, overdue: bool, leaves: bool) -> None:
+    trainers = [worker_info(f"trainer-{n}", Pool.TRAINER) for n in range(2)]
+    group = group_of(trainers, 2)
+    leases = [
+        Lease(job="j", worker=w.id, incarnation=w.incarnation, epoch=1, pool=TRAINER, group=group) for w in trainers
+    ]
+    stopping = 0 if leader else 1
+    workers = [
+        msgspec.structs.replace(w, job="j", epoch=1, status="draining" if n == stopping else "ready")
+        for n, w in enumerate(trainers)
+    ]
+    settings = SimpleNamespace(drain_s=1.0)
+    watch = WorkerWatch(SimpleNamespace(store=None, settings=settings), 1)  # type: ignore[arg-type]
+    cluster = Cluster(workers, leases, {workers[stopping].id} if overdue else ())
+    assert watch.leaving_group(leases, cluster) == (leases[stopping] if leaves else None)
 
 
 def test_a_trainer_with_too_little_room_does_not_count() -> None:
