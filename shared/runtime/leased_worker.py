@@ -236,7 +236,9 @@ class LeasedWorker:
             state = (await self.ctx.store.job(lease.job)).state
         except NotFound:
             return 0.0
-        if state == JobState.CANCELLED or (state.held and len(lease.group) > 1):
+        if state == JobState.CANCELLED:
+            return 0.0
+        if state.held and len(lease.group) > 1 and await self._mine(lease) != lease:
             return 0.0  # a trainer that has lost others of its group waits for them in vain
         if self.info.pool != Pool.TRAINER:
             return self._close_s

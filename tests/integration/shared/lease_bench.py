@@ -43,9 +43,10 @@ class Bench:
         finally:
             self.log.append(("left", lease.job, lease.epoch))
 
-    async def grant(self, job: str, epoch: int, incarnation: str = "") -> None:
+    async def grant(self, job: str, epoch: int, incarnation: str = "", **changes: Any) -> None:
         await self.ctx.store.revoke(self.ctx.worker)
-        await self.ctx.store.grant(self.lease(job, epoch, incarnation=incarnation or self.worker.info.incarnation))
+        changes["incarnation"] = incarnation or self.worker.info.incarnation
+        await self.ctx.store.grant(self.lease(job, epoch, **changes))
         await self.wake()
 
     def lease(self, job: str, epoch: int = 1, **changes: Any) -> Lease:

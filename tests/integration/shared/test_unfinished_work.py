@@ -13,6 +13,7 @@ from opentinker.shared.asyncio_tools import finish_uncancelled
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobState, Lease, Pool
+from opentinker.shared.types.trainer_group import RankShare
 from tests.conftest import soon
 from tests.integration.shared.lease_bench import Bench, at_the_bench
 
@@ -23,7 +24,7 @@ class Anew(Exception):
 
 @asynccontextmanager
 async def held(
-    bus: Bus, store: Store, pool: Pool, status: str, **timing: float
+    bus: Bus, store: Store, pool: Pool, status: str, drain_s: float = 20.0, **timing: float
 ) -> AsyncIterator[tuple[Bench, asyncio.Event]]:
     """A worker that has said `status` of job a and lets go of it when the event is set, whatever else happens."""
     let_go = asyncio.Event()
@@ -32,7 +33,7 @@ async def held(
         let_go.set()
         raise Anew(*left)
 
-    async with at_the_bench(bus, store, pool, timing, heartbeat_s=0.05, cancel_grace_s=0.05) as bench:
+    async with at_the_bench(bus, store, pool, timing, heartbeat_s=0.05, cancel_grace_s=0.05, drain_s=drain_s) as bench:
         bench.ctx.begin_anew = begin_anew
 
         async def save(lease: Lease) -> None:
@@ -55,6 +56,22 @@ async def test_trainer_saves_for_a_paused_job_however_long_that_takes(bus: Bus, 
         let_go.set()
         await bench.seen(("began", "a", 1), ("left", "a", 1))
         await bench.status("idle")
+
+
+async def test_the_lead_of_a_group_that_is_told_to_stop_saves_however_long_that_takes(bus: Bus, store: Store) -> None:
+    async with held(bus, store, Pool.TRAINER, "ready", drain_s=0.05) as (bench, let_go):
+        group = (RankShare("w-0", bench.worker.info.incarnation, 1), RankShare("w-1", "i", 1))
+        let_go.set()
+        await bench.grant("a", 2, group=group)
+        await bench.seen(("began", "a", 1), ("left", "a", 1), ("began", "a", 2))
+        let_go.clear()
+        await bench.status("ready")
+        bench.ctx.stopping.set()
+        await asyncio.sleep(20 * bench.ctx.settings.cancel_grace_s)
+        assert not bench.serving.done() and bench.log[-1] == ("began", "a", 2)
+        let_go.set()
+        await soon(bench.serving)
+        assert bench.log[-1] == ("left", "a", 2)
 
 
 @pytest.mark.parametrize("states", [[JobState.CANCELLED], [JobState.PAUSED, JobState.CANCELLED]])
