@@ -135,14 +135,18 @@ def together(answers: Sequence[Any]) -> Any:
 
 
 def _not_what_was_sent(answers: Sequence[dict[str, Any]]) -> str:
-    """Return why the ranks do not hold the version together; empty if they do, or if it cannot be told: a model's names
-    and shapes may differ from those that are sent, which the number of elements shows."""
+    """Return why the ranks do not hold the version together; empty if they do, or if a model keeps parameters in a
+    dtype other than the one that is sent, which `held_sums` shows."""
     sent = answers[0].get("sent")
     if sent is None or not all("part" in answer for answer in answers):
         return ""
     whole = answers[0]["whole"]
-    if sent[0] != whole[0] + sum(answer["part"][0] for answer in answers):
-        return ""
+    held = whole[0] + sum(answer["part"][0] for answer in answers)
+    if sent[0] != held:
+        return (
+            f"the {len(answers)} ranks together hold {held} weights, and {sent[0]} were sent: this model cannot be "
+            "checked when it is divided; use rollout_gpus = 1"
+        )
     for rank, answer in enumerate(answers):
         if answer["whole"] != whole:
             return f"rank {rank} has not loaded the weights that rank 0 has loaded"
