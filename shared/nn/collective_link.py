@@ -29,7 +29,7 @@ class CollectiveLink:
 
     @classmethod
     def of(
-        cls, store: dist.TCPStore, rank: int, transports: Sequence[Transport], own_address: str, timeout_s: float
+        cls, store: dist.Store, rank: int, transports: Sequence[Transport], own_address: str, timeout_s: float
     ) -> list[CollectiveLink]:
         """Blocking: form the process groups that this rank belongs to."""
         found = []

@@ -51,7 +51,7 @@ class SlotLink:
 
     def __init__(
         self,
-        store: dist.TCPStore,
+        store: dist.Store,
         kind: Kind,
         slot: torch.Tensor,
         rank: int,
@@ -60,7 +60,7 @@ class SlotLink:
     ) -> None:
         """`release` is called once, when the link is closed."""
         self.kind = kind
-        self._store: dist.TCPStore | None = store
+        self._store: dist.Store | None = store
         self._rank, self._readers = rank, list(readers)
         self._halves = slot.chunk(HALVES)
         self._release: Callable[[], None] | None = release
@@ -135,7 +135,7 @@ class Offer:
         self._segment: Segment | None = None
 
     @classmethod
-    def make(cls, store: dist.TCPStore, proposed: Sequence[Transport], device: torch.device) -> Offer:
+    def make(cls, store: dist.Store, proposed: Sequence[Transport], device: torch.device) -> Offer:
         """Tell every member at the store what it may open. Where there is no memory to share, members get nothing, and
         take another transport."""
         offer = cls(device)
@@ -146,7 +146,7 @@ class Offer:
                 store.set(f"offer/ipc/{rank}", offer._made_handle())
         return offer
 
-    def links(self, store: dist.TCPStore, agreed: Sequence[Transport]) -> list[SlotLink]:
+    def links(self, store: dist.Store, agreed: Sequence[Transport]) -> list[SlotLink]:
         """Return the trainer's links to the members that have opened something; they release it."""
         found = []
         for kind, slot in self._slots.items():
@@ -189,7 +189,7 @@ class Offer:
 
 
 def accept(
-    store: dist.TCPStore, kind: Kind, rank: int, device: torch.device, deadline: float, failed: Callable[[], str]
+    store: dist.Store, kind: Kind, rank: int, device: torch.device, deadline: float, failed: Callable[[], str]
 ) -> SlotLink:
     """A member: open what the trainer offers. Raises RuntimeError, OSError or ValueError where it offers nothing, and
     where it cannot be opened or is not the trainer's memory."""
@@ -231,7 +231,7 @@ def _finish_copies(*tensors: torch.Tensor) -> None:
         torch.cuda.synchronize()
 
 
-def _wait(store: dist.TCPStore, key: str, deadline: float, failed: Callable[[], str]) -> str:
+def _wait(store: dist.Store, key: str, deadline: float, failed: Callable[[], str]) -> str:
     """Wait for a key. Returns what went wrong, or nothing. Asks again and again: the store's own wait warns on stderr
     whenever it ends without the key."""
     pause_s, asked_at = FIRST_PAUSE_S, time.monotonic()

@@ -13,6 +13,7 @@ is never touched, so a process can leave one group and join the next during its 
 from __future__ import annotations
 
 import contextlib
+import secrets
 import time
 from collections.abc import Iterator, Sequence
 
@@ -36,6 +37,7 @@ GIVEN_UP = "given-up"
 """Key of a group's store: the reason why the group has been abandoned. Waiting members poll it, because gloo does not
 wake a member in the middle of a message when the connection ends."""
 BACKLOG = 1024
+SECRET_BYTES = 16
 ARRIVAL_POLL_S = 0.02
 FALLBACKS: dict[Transport, tuple[Transport, ...]] = {
     "ipc": ("ipc", "shared", "gloo"),
@@ -51,9 +53,9 @@ def allowed_s(timeout_s: float, total: int) -> float:
     return timeout_s + total / SLOWEST_LINK
 
 
-def host_store(address: str, world: int, timeout_s: float) -> tuple[dist.TCPStore, int]:
+def host_store(address: str, world: int, timeout_s: float, secret: str = "") -> tuple[dist.Store, int]:
     """The meeting point of a group: listens on a free port of `address`, which is one of this machine's. Returns it and
-    the port."""
+    the port. `secret`: see `known_by`."""
     try:
         # Given only an address, torch listens on every interface, without authentication.
         listener = listen_on(address, BACKLOG)
@@ -64,10 +66,20 @@ def host_store(address: str, world: int, timeout_s: float) -> tuple[dist.TCPStor
         )  # fmt: skip
     except (RuntimeError, OSError) as error:
         raise TransportError(f"cannot listen on {address}: {first_line(error)}") from error
-    return store, port
+    return known_by(secret, store), port
 
 
-def give_up(store: dist.TCPStore, why: str) -> None:
+def new_secret() -> str:
+    return secrets.token_hex(SECRET_BYTES)
+
+
+def known_by(secret: str, store: dist.Store) -> dist.Store:
+    """Return the store with `secret` before every key. torch asks nobody who connects for a password: whoever does not
+    know the secret, which members get through NATS, neither finds nor changes a key by its name."""
+    return dist.PrefixStore(secret, store) if secret else store
+
+
+def give_up(store: dist.Store, why: str) -> None:
     """Everyone who waits in the group, to join, send or receive, gets a TransportError within about LOOK_S.
 
     The first reason stays.
@@ -81,7 +93,7 @@ class WeightGroup:
 
     def __init__(
         self,
-        store: dist.TCPStore,
+        store: dist.Store,
         rank: int,
         device: torch.device,
         timeout_s: float,
@@ -94,7 +106,7 @@ class WeightGroup:
         self.timeout_s = timeout_s
         self.transports = list(transports)
         """In use, of ranks 1, 2, ..."""
-        self._store: dist.TCPStore | None = store
+        self._store: dist.Store | None = store
         self._links = list(links)
 
     @classmethod
@@ -107,14 +119,15 @@ class WeightGroup:
         world: int,
         device: str,
         timeout_s: float,
-        store: dist.TCPStore | None = None,
+        store: dist.Store | None = None,
         transports: Sequence[Transport] = (),
+        secret: str = "",
     ) -> WeightGroup:
         """Blocks until all `world` members are there.
 
-        Join a weight group. `transports`: those proposed for ranks 1, 2, ...; without them NCCL on GPUs and gloo
-        elsewhere. Raises TransportError: immediately if the trainer is gone or abandons the group, otherwise after
-        `timeout_s`.
+        Join a weight group. `store`, `secret`: of `host_store`; the trainer has the store. `transports`: those proposed
+        for ranks 1, 2, ...; without them NCCL on GPUs and gloo elsewhere. Raises TransportError: immediately if the
+        trainer is gone or abandons the group, otherwise after `timeout_s`.
         """
         where = torch.device(device)
         if where.type == "cuda" and where.index is None and torch.cuda.is_available():
@@ -127,9 +140,11 @@ class WeightGroup:
         formed = False
         try:
             reachable = own_address(address, port, timeout_s)
-            store = store or dist.TCPStore(
-                address, port, world, is_master=False, timeout=delta(timeout_s), wait_for_workers=False
-            )
+            if store is None:
+                store = dist.TCPStore(
+                    address, port, world, is_master=False, timeout=delta(timeout_s), wait_for_workers=False
+                )
+                store = known_by(secret, store)
             if where.type == "cuda" and torch.cuda.is_available():
                 torch.cuda.set_device(where)
             if rank == 0:
@@ -222,7 +237,7 @@ class WeightGroup:
 
 
 def _accept(
-    store: dist.TCPStore, proposed: Transport, rank: int, where: torch.device, deadline: float
+    store: dist.Store, proposed: Transport, rank: int, where: torch.device, deadline: float
 ) -> tuple[SlotLink | None, Transport]:
     """Return the first transport that works here, with its link if it has one already."""
     for transport in FALLBACKS[proposed]:
@@ -239,11 +254,11 @@ def _accept(
     return None, transport
 
 
-def _set_here(store: dist.TCPStore, rank: int, transport: str) -> None:
+def _set_here(store: dist.Store, rank: int, transport: str) -> None:
     store.set(f"here/{rank}", transport)
 
 
-def _arrive(store: dist.TCPStore, world: int, deadline: float) -> str:
+def _arrive(store: dist.Store, world: int, deadline: float) -> str:
     """Wait at the store until every member has come. Returns what went wrong, or nothing."""
     missing = list(range(world))
     while missing := [other for other in missing if not store.check([f"here/{other}"])]:
@@ -255,7 +270,7 @@ def _arrive(store: dist.TCPStore, world: int, deadline: float) -> str:
     return ""
 
 
-def _given_up(store: dist.TCPStore) -> str:
+def _given_up(store: dist.Store) -> str:
     """Return the reason why the group was abandoned; empty if it was not."""
     try:
         return f"given up, {store.get(GIVEN_UP).decode()}" if store.check([GIVEN_UP]) else ""

@@ -24,6 +24,9 @@ trainer; from GPU to GPU by NCCL; over TCP."""
 SIMULATED = "none"
 """`SwapCommand.device` of a learner without tensors: there is no weight group, only versions."""
 
+MEMBER = ("address", "port", "secret", "rank", "world", "device", "transports")
+"""Fields of a `join` that say which place to take in which group."""
+
 
 class Probe(msgspec.Struct, frozen=True, kw_only=True):
     """A few tokens, and what the trainer computes for them under the version that it sends them with."""
@@ -47,6 +50,8 @@ class SwapCommand(msgspec.Struct, frozen=True, kw_only=True):
     """Number of the group; a receive for another generation is refused."""
     address: str = ""
     port: int = 0
+    secret: str = ""
+    """Of the group's store, see `shared/nn/transport.py`."""
     rank: int = 0
     world: int = 0
     device: str = "cpu"
@@ -63,7 +68,7 @@ class SwapCommand(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def member(self) -> dict[str, Any]:
         """Return the place in the group that a join takes, as arguments of `WeightGroup.join`."""
-        return {name: getattr(self, name) for name in ("address", "port", "rank", "world", "device", "transports")}
+        return {name: getattr(self, name) for name in MEMBER}
 
 
 class SwapReply(msgspec.Struct, frozen=True, kw_only=True):

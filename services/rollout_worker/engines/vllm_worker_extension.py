@@ -46,6 +46,7 @@ NOTHING_TO_DO: dict[str, Any] = {"seconds": 0.0}
 class GroupInfo(WeightTransferInitInfo):  # type: ignore[misc]
     address: str
     port: int
+    secret: str
     rank: int
     world: int
     device: str
@@ -109,6 +110,7 @@ class BucketEngine(WeightTransferEngine[GroupInfo, VersionInfo]):  # type: ignor
         self.group = WeightGroup.join(
             address=init_info.address,
             port=init_info.port,
+            secret=init_info.secret,
             rank=init_info.rank,
             world=init_info.world,
             device="cpu" if init_info.device == "cpu" else str(self.device),

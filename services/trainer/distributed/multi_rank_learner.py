@@ -127,11 +127,12 @@ class MultiRankLearner:
             ranks.close(self._leave)
             raise OpenTinkerError("the job was released while its ranks were starting")
         host = HOST if listener is None else listener.host
-        store, port = transport.host_store(host, self.world, COLLECTIVE_TIMEOUT_S)
+        secret = transport.new_secret()
+        store, port = transport.host_store(host, self.world, COLLECTIVE_TIMEOUT_S, secret)
         # Learners of several policies are in this process; DeepSpeed needs the default group.
         separate = len(self.spec.policies) > 1 and self.spec.train.parallel == "data"
         self.own.process_group = self._run(
-            Join(self.device, host, port, self.world, separate),
+            Join(self.device, host, port, secret, self.world, separate),
             lambda: ProcessGroup.join(host, port, 0, self.world, self.device, separate=separate, store=store),
         )
 

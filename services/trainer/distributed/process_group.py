@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from opentinker.shared.nn.collective_link import gloo_options
+from opentinker.shared.nn.transport import known_by
 from opentinker.shared.runtime.listening import interface_of, own_address
 
 HOST = "127.0.0.1"
@@ -38,6 +39,8 @@ class ProcessGroup:
     ) -> None:
         """`group`: None for torch's default group."""
         self.rank, self.world, self.device, self._group = rank, world, device, group
+        self._own_address = ""
+        """Address of this machine that the other ranks reach."""
         self.destroy: Callable[[], None] = dist.destroy_process_group
         """DeepSpeed, which keeps a reference to the group, sets its own function."""
 
@@ -51,24 +54,43 @@ class ProcessGroup:
         device: str,
         *,
         separate: bool = False,
-        store: dist.TCPStore | None = None,
+        store: dist.Store | None = None,
+        secret: str = "",
     ) -> ProcessGroup:
         """Join the group; blocks until all `world` ranks have joined.
 
         `address`, `port`: of rank 0's store. `separate`: join a gloo group that is not torch's default group, of which
-        a process has only one. `store`: on rank 0 its store, which already listens there.
+        a process has only one. `store`: on rank 0 its store, which already listens there. `secret`: of the store, see
+        `shared/nn/transport.py`.
         """
         patience = datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S)
         own = own_address(address, port, REACH_S)
-        store = store or dist.TCPStore(address, port, world, is_master=False, timeout=patience, wait_for_workers=False)
+        if store is None:
+            store = dist.TCPStore(address, port, world, is_master=False, timeout=patience, wait_for_workers=False)
+            store = known_by(secret, store)
         prefixed = dist.PrefixStore("process_group", store)
         if separate:
             options = gloo_options(own, COLLECTIVE_TIMEOUT_S)
             return cls(rank, world, device, dist.ProcessGroupGloo(prefixed, rank, world, options))
         backend = "nccl" if device == "cuda" else "gloo"
-        with _on_interface(own):
+        found = cls(rank, world, device)
+        found._own_address = own
+        with found.on_interface():
             dist.init_process_group(backend, store=prefixed, rank=rank, world_size=world, timeout=patience)
-        return cls(rank, world, device)
+        return found
+
+    @contextlib.contextmanager
+    def on_interface(self) -> Iterator[None]:
+        """Have groups of torch that are made in the block, the default one and those that DeepSpeed derives from it,
+        talk on the interface by which the other ranks are reached, unless the operator has named one."""
+        name = interface_of(self._own_address) if self._own_address else ""
+        added = [variable for variable in INTERFACES if name and variable not in os.environ]
+        os.environ.update(dict.fromkeys(added, name))
+        try:
+            yield
+        finally:
+            for variable in added:
+                del os.environ[variable]
 
     def leave(self) -> None:
         group, self._group = self._group, None
@@ -153,16 +175,3 @@ class ProcessGroup:
 
 def _numbers(column: Tensor) -> npt.NDArray[np.float64]:
     return column.detach().double().cpu().numpy()  # type: ignore[no-any-return]
-
-
-@contextlib.contextmanager
-def _on_interface(address: str) -> Iterator[None]:
-    """Have torch's default group talk on the interface with this address, unless the operator has named one."""
-    name = interface_of(address)
-    added = [variable for variable in INTERFACES if name and variable not in os.environ]
-    os.environ.update(dict.fromkeys(added, name))
-    try:
-        yield
-    finally:
-        for variable in added:
-            del os.environ[variable]

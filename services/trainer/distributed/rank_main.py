@@ -114,8 +114,10 @@ class Rank:
 
     def _execute(self, command: Command) -> None:
         match command:
-            case Join(device=device, address=address, port=port, world=world, separate=separate):
-                self._process_group = ProcessGroup.join(address, port, self._rank, world, device, separate=separate)
+            case Join(device=device, address=address, port=port, secret=secret, world=world, separate=separate):
+                self._process_group = ProcessGroup.join(
+                    address, port, self._rank, world, device, separate=separate, secret=secret
+                )
             case Load():
                 self._load(command)
             case RankStep(groups=groups, version=version):

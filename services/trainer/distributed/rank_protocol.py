@@ -23,6 +23,7 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     address: str
     """Address of rank 0's store, and port."""
     port: int
+    secret: str
     world: int
     separate: bool
     """See `ProcessGroup.join`."""

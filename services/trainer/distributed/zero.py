@@ -144,9 +144,10 @@ class Zero(PolicyModel):
         # those of a process that has had another job, and of one that has not, must be the same.
         DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
         Init.param_id = 0
-        engine, *_ = deepspeed.initialize(
-            model=packed, optimizer=self.optimizer, config=config, dist_init_required=False
-        )
+        with self.process_group.on_interface():
+            engine, *_ = deepspeed.initialize(
+                model=packed, optimizer=self.optimizer, config=config, dist_init_required=False
+            )
         self.process_group.destroy = deepspeed.comm.destroy_process_group
         return engine
 

@@ -62,6 +62,7 @@ class Publisher:
         self._wake = asyncio.Event()
         self._generation = 0
         self._store: Any = None
+        self._secret = ""
         self._group: WeightGroup | None = None
         self._members: list[WorkerInfo] = []
         self._loaded: dict[str, WeightVersion] = {}
@@ -200,6 +201,7 @@ class Publisher:
                 generation=self._generation,
                 address=self.ctx.settings.advertise_host,
                 port=port,
+                secret=self._secret,
                 rank=rank,
                 world=world,
                 device="cpu" if self.device == "cuda" and transport in ("shared", "gloo") else self.device,
@@ -234,7 +236,9 @@ class Publisher:
         from opentinker.shared.nn import transport
 
         try:
-            self._store, port = transport.host_store(self.ctx.settings.advertise_host, world, self._timeout_s)
+            self._secret = transport.new_secret()
+            host = self.ctx.settings.advertise_host
+            self._store, port = transport.host_store(host, world, self._timeout_s, self._secret)
         except TransportError as error:
             raise JobFailed(f"{error}; see the setting advertise_host") from error
         return port

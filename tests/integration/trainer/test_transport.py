@@ -20,10 +20,10 @@ import structlog
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch.distributed import TCPStore
+from torch.distributed import Store, TCPStore
 
 from opentinker.shared.nn.buckets import Snapshot, bucket_sizes, fingerprint, snapshot, unpack
-from opentinker.shared.nn.transport import WeightGroup, give_up, host_store
+from opentinker.shared.nn.transport import GIVEN_UP, WeightGroup, give_up, host_store, new_secret
 from opentinker.shared.runtime.listening import listen_on
 from opentinker.shared.types.core import WeightVersion
 from opentinker.shared.types.errors import TransportError
@@ -73,7 +73,7 @@ def form(
 
 
 def join(
-    pool: ThreadPoolExecutor, members: int, world: int, store: TCPStore, port: int, timeout_s: float = 2 * WAIT_S
+    pool: ThreadPoolExecutor, members: int, world: int, store: Store, port: int, timeout_s: float = 2 * WAIT_S
 ) -> list[Future[WeightGroup]]:
     where: dict[str, Any] = {"address": LOOPBACK, "port": port, "world": world, "device": "cpu", "timeout_s": timeout_s}
     return [pool.submit(WeightGroup.join, **where, rank=rank, store=None if rank else store) for rank in range(members)]
@@ -226,6 +226,25 @@ def test_nobody_waits_for_a_group_that_is_given_up(pool: ThreadPoolExecutor) -> 
     for future in joining:
         with pytest.raises(TransportError, match="given up, rank 2 is dead"):
             future.result(WAIT_S)
+
+
+def test_a_stranger_at_the_store_neither_finds_nor_changes_a_key_by_its_name(pool: ThreadPoolExecutor) -> None:
+    secret = new_secret()
+    store, port = host_store(LOOPBACK, 2, 2 * WAIT_S, secret)
+    stranger = TCPStore(LOOPBACK, port, 2, is_master=False, wait_for_workers=False)
+    stranger.set(GIVEN_UP, "you")
+    where: dict[str, Any] = {"address": LOOPBACK, "port": port, "world": 2, "device": "cpu", "timeout_s": 2 * WAIT_S}
+    leads = pool.submit(WeightGroup.join, **where, rank=0, store=store, secret=secret)
+    follows = pool.submit(WeightGroup.join, **where, rank=1, secret=secret)
+    groups = [leads.result(WAIT_S), follows.result(WAIT_S)]
+    assert store.check(["here/0", "here/1"]) and not stranger.check(["here/0"]) and not stranger.check(["here/1"])
+    bucket = torch.arange(100, dtype=torch.uint8)
+    sending = pool.submit(groups[0].send, [bucket])
+    (received,) = groups[1].receive([100])
+    sending.result(WAIT_S)
+    assert torch.equal(received, bucket)
+    for group in groups:
+        group.close()
 
 
 def test_a_group_whose_trainer_is_gone_is_not_waited_for() -> None:

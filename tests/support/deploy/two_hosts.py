@@ -110,7 +110,7 @@ async def ranks(directory: Path, second: Second) -> None:
     """A trainer on each host, which share a job's ranks until the link is cut; one continues, and the other one is free
     for the next job when the link is there again."""
     model = make_tiny(directory / "model")
-    settings: dict[str, Any] = {"max_ranks": 1, "queue_gang_s": 2, "heartbeat_s": 0.5, "worker_ttl_s": 3}
+    settings: dict[str, Any] = {"max_ranks": 1, "queue_gang_s": 5, "heartbeat_s": 0.5, "worker_ttl_s": 12}
     async with Cluster(
         directory / "cluster", listen=second.address, advertise_host=second.address, forked=False, **settings
     ) as cluster:
