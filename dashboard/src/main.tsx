@@ -55,7 +55,7 @@ function App(): JSX.Element {
       <Head me={gate.at === "in" ? gate.me : null} leave={leave} />
       {gate.at === "in" && gate.open && (
         <p class="loud" role="status">
-          This server requires no key: everyone who reaches it from this machine is an operator.
+          This server requires no key: anyone on this machine is an operator.
         </p>
       )}
       <main>
@@ -214,7 +214,7 @@ function SignIn({ said, provider, use }: SignInProps): JSX.Element {
         />
       </label>
       <p class="dim">
-        The page does not keep the key: it signs in with it. The operator&apos;s key is in <code>DATA_DIR/run/operator-key</code> on the
+        The page uses the key to sign in and does not keep it. The operator&apos;s key is in <code>DATA_DIR/run/operator-key</code> on the
         server; create others with <code>opentinker keys create</code>.
       </p>
       <button type="submit">{provider ? "Sign in with the key" : "Sign in"}</button>

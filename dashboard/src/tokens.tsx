@@ -35,7 +35,7 @@ export function TokenText({ tokens, colour, order, hint = true }: Props): JSX.El
   const versions = useMemo(() => versionsOf(tokens), [tokens]);
   const [picked, setPicked] = useState<number | null>(null);
   const text = useRef<HTMLParagraphElement>(null);
-  if (colour === "advantage" && !tokens.advantages) return <p class="empty">There are no advantages: another policy's, or of the simulated learner.</p>;
+  if (colour === "advantage" && !tokens.advantages) return <p class="empty">No advantages: another policy sampled these tokens, or the learner was simulated.</p>;
   const most = Math.max(1e-9, ...(tokens.advantages ?? []).map(Math.abs));
   const at = picked !== null && picked < tokens.text.length ? picked : null;
   const press = (event: KeyboardEvent): void => {

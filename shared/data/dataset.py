@@ -205,7 +205,7 @@ def _hub(id: str, subset: str | None, split: str) -> Rows:
         raise
     except (OSError, ValueError, KeyError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise RowError(
-            f"{id!r} is no path on this machine, and as a data set of the hub it could not be loaded "
+            f"{id!r} is not a path on this machine, and as a data set of the hub it could not be loaded "
             f"(split {split!r}): {first_line(error)}"
         ) from error
     return TableRows(f"{id}, split {split}", found.with_format("arrow")[:])
@@ -216,4 +216,6 @@ def _refuse_files_off_hub(id: str, files: Mapping[Any, Sequence[str]]) -> None:
     files below the working directory, and a hub data set may name any path."""
     for name in (name for names in files.values() for name in names):
         if not name.rpartition("::")[2].startswith(("hf://", "https://")):
-            raise RowError(f"{id!r} is no data set of the hub alone: its rows would be read from files of this machine")
+            raise RowError(
+                f"{id!r} is not a data set of the hub alone: its rows would be read from files of this machine"
+            )

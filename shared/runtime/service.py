@@ -53,7 +53,9 @@ FLUSH_TIMEOUT_S = 1.0
 
 
 async def _is_no_process(_: Sequence[str]) -> NoReturn:
-    raise OpenTinkerError("what cannot be interrupted would have to begin anew, and this is no process of its own")
+    raise OpenTinkerError(
+        "work that cannot be interrupted needs a new process, and this service has no process to itself"
+    )
 
 
 @dataclass

@@ -180,7 +180,7 @@ def _opponent_mistakes(spec: JobSpec, validation: ValidationSpec) -> list[dict[s
     for place, opponent in enumerate(validation.against):
         if opponent.policy is not None and opponent.policy not in spec.policies:
             known = f"its policies are: {', '.join(spec.policies)}" if spec.policies else "it has no [policies]"
-            problem = f"is no policy of this job; {known}"
+            problem = f"is not a policy of this job; {known}"
             found.append(mistake(f"validation.against.{place}.policy", opponent.policy, problem))
     patterns = [seat for seat in spec.seats if any(sign in seat for sign in "*?[")]
     problem = ""

@@ -82,7 +82,7 @@ def settle_pools(spec: JobSpec) -> list[Mistake]:
     for seat, player in spec.seats.items():
         if spec.pools and player.pool is not None and player.pool not in spec.pools:
             known = f"its pools are: {', '.join(spec.pools)}"
-            found.append(mistake(f"seats.{seat}.pool", player.pool, f"is no pool of this job; {known}"))
+            found.append(mistake(f"seats.{seat}.pool", player.pool, f"is not a pool of this job; {known}"))
     played = pools_in(spec.seats)
     for name, pool in spec.pools.items():
         if name not in played:
@@ -97,7 +97,7 @@ def _policy_mistakes(spec: JobSpec, name: str, pool: PoolSpec) -> list[Mistake]:
         return [mistake(f"pools.{name}.policy", None, f"is needed: whose versions enter ({known})")]
     if pool.policy is not None and pool.policy not in spec.policies:
         known = f"its policies are: {known}" if known else "it has no [policies]: leave it out"
-        return [mistake(f"pools.{name}.policy", pool.policy, f"is no policy of this job; {known}")]
+        return [mistake(f"pools.{name}.policy", pool.policy, f"is not a policy of this job; {known}")]
     steps = (spec.policies[pool.policy] if pool.policy else spec).train.steps
     alone = "the pool would never get a member beyond the initial weights"
     found = []

@@ -319,7 +319,7 @@ def seat_mistakes(spec: JobSpec) -> list[Mistake]:
     for seat, player in spec.seats.items():
         if spec.policies and player.policy is not None and player.policy not in spec.policies:
             known = f"its policies are: {', '.join(spec.policies)}"
-            found.append(mistake(f"seats.{seat}", player.policy, f"is no policy of this job; {known}"))
+            found.append(mistake(f"seats.{seat}", player.policy, f"is not a policy of this job; {known}"))
     if spec.seats and not spec.policies and all("*" in s or "?" in s for s in spec.seats) and "*" in spec.seats:
         found.append(mistake("seats", list(spec.seats), "leaves no seat to the job's policy"))
     found += url_mistakes(spec)

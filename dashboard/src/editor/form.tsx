@@ -25,7 +25,7 @@ interface Props {
 }
 
 export function Form({ spec, schema, known, set }: Props): JSX.Element {
-  if (!spec) return <p class="dim">The text cannot be read: see the mark in it.</p>;
+  if (!spec) return <p class="dim">The text cannot be read: see the marked place.</p>;
   const kind = typeof spec["kind"] === "string" ? spec["kind"] : "rl";
   return (
     <div class="form">

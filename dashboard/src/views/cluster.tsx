@@ -90,7 +90,7 @@ function Workers({ workers }: { workers: Worker[] }): JSX.Element {
             <h2>
               {title} <small class="dim">{pool === "env" || pool === "reference" ? own.length : `${busy} of ${own.length} leased`}</small>
             </h2>
-            {own.length === 0 && <p class="waits">None is running; jobs that need one wait.</p>}
+            {own.length === 0 && <p class="waits">None running. Jobs that need one wait.</p>}
             <ul>
               {own.map((worker) => (
                 <WorkerLine key={worker.id} worker={worker} />

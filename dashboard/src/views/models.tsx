@@ -93,7 +93,7 @@ function Listed({ of, isPicked, pick, again }: ListProps): JSX.Element {
   const now = useNow(5);
   const publishes = useMay("checkpoints:write");
   const columns: Column<RegisteredCheckpoint>[] = [
-    ["Pick", (one) => <input type="checkbox" aria-label={`Pick ${one.checkpoint}`} checked={isPicked(one)} onClick={() => pick(one)} />],
+    ["Select", (one) => <input type="checkbox" aria-label={`Select ${one.checkpoint}`} checked={isPicked(one)} onClick={() => pick(one)} />],
     [
       "Checkpoint",
       (one) => (
@@ -189,11 +189,11 @@ function Comparison({ of, clear }: { of: RegisteredCheckpoint[]; clear: () => vo
         {environments.length > 1 && (
           <Select label="Environment" value={environment} of={environments.map((one) => [one, one || "rows of [data]"])} choose={setChosen} />
         )}{" "}
-        <button onClick={clear}>Pick none</button>
+        <button onClick={clear}>Clear the selection</button>
       </p>
       {rows.length === 0 ? (
         <Empty>
-          None of them was evaluated: <code>opentinker eval JOB --at STEP</code> does it.
+          None of them has been evaluated. <code>opentinker eval JOB --at STEP</code> does that.
         </Empty>
       ) : (
         <Table of={columns} rows={rows} by={(row) => row.name} />

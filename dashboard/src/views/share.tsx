@@ -27,7 +27,7 @@ export function Share({ jobs }: { jobs: string[] }): JSX.Element | null {
     <details class="columns share">
       <summary>Share</summary>
       <div class="card">
-        <p class="dim">Whoever has the link sees {jobs.length > 1 ? "these jobs" : "this job"}, and nothing else. It changes nothing.</p>
+        <p class="dim">Anyone with the link can see {jobs.length > 1 ? "these jobs" : "this job"} and nothing else, and can change nothing.</p>
         <div class="bar">
           <Select label="How long" value={seconds} of={TIMES} choose={setSeconds} />
           <button disabled={doing} onClick={make}>

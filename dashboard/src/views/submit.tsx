@@ -153,7 +153,7 @@ function Bar({ show }: { show: (text: string) => void }): JSX.Element {
         Open a file…
         <input type="file" accept=".toml,.json" onChange={(event) => void event.currentTarget.files?.[0]?.text().then(show)} />
       </label>
-      <small class="dim">TOML or JSON, with paths on the server. Ctrl+Space completes; a name explains itself under the pointer.</small>
+      <small class="dim">TOML or JSON; paths are those of the server. Ctrl+Space completes; point at a name to see what it means.</small>
     </div>
   );
 }
@@ -224,7 +224,7 @@ function firstLine(text: string): number {
   return end < 0 ? text.length : end;
 }
 
-/** What would happen now, asked anew when the text has settled. */
+/** What the queue would do now; requested again once the text has settled. */
 function Queue({ spec, text, goTo }: { spec: Table | null; text: string; goTo: (at: number) => void }): JSX.Element {
   const wanted = useSettled(spec ? JSON.stringify(spec) : "", SETTLES_MS);
   const [found, setFound] = useState<Report | Problem | null>(null);
@@ -269,7 +269,7 @@ function Taken({ estimate }: { estimate: Estimate | null }): JSX.Element {
   if (!estimate)
     return (
       <p class="dim">
-        No job like it has run here, so nothing is known of its time; <code>opentinker plan</code> simulates it.
+        No similar job has run here, so there is no estimate of its time. <code>opentinker plan</code> simulates one.
       </p>
     );
   const hours = [`${short(estimate.worker_s / 3600)} worker hours`];

@@ -36,7 +36,7 @@ export function Sweeps(): JSX.Element {
       <Said problem={problem} />
       {value.sweeps.length === 0 ? (
         <Empty>
-          None yet. <code>opentinker submit examples/sweep_toy.toml</code> makes one.
+          No sweeps yet. <code>opentinker submit examples/sweep_toy.toml</code> starts one.
         </Empty>
       ) : (
         <Table of={columns} rows={value.sweeps} by={(sweep) => sweep.id} look="card" row={(sweep) => ({ onClick: () => go("sweeps", sweep.id) })} />
@@ -131,7 +131,7 @@ function Compared({ sweep }: { sweep: Sweep }): JSX.Element | null {
 function TrialTable({ sweep }: { sweep: Sweep }): JSX.Element {
   const paths = Object.keys(sweep.spec.sweep.parameters);
   const names = paths.map((path) => lastName(path, paths));
-  if (!sweep.all_trials.length) return <Empty>None yet.</Empty>;
+  if (!sweep.all_trials.length) return <Empty>No trials yet.</Empty>;
   const columns: Column<SweepTrial>[] = [
     [
       "Trial",

@@ -175,7 +175,7 @@ class RowsApi:
             reply = await self.bus.request(call, ask, ANSWER_S)
         except NoResponders:
             kind = "env worker with sandboxes" if ask.isolation == "sandbox" else "env worker"
-            raise Conflict(f"no {kind} is running, which would list the rows of {ask.name}: start one") from None
+            raise Conflict(f"no {kind} is running to list the rows of {ask.name}: start one") from None
         if reply.problem:
             raise Conflict(f"the rows of {ask.name} cannot be listed: {reply.problem}")
         if reply.count is None:

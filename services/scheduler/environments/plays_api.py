@@ -43,8 +43,8 @@ OPEN_S = 25.0
 TURN_S = 60.0
 """Less than a client waits for an answer."""
 _TOKENS = (
-    "(A prompt of {:,} token ids. It cannot be shown as text: only a model's tokenizer can read it, and an episode "
-    "that a person plays has no model.)"
+    "(A prompt of {:,} token ids. It is not shown as text, because that needs a model's tokenizer, and an episode that "
+    "you play has no model.)"
 )
 Name = Annotated[str, Field(max_length=200)]
 
@@ -101,7 +101,7 @@ class PlaysApi:
         if mistakes := mistakes + checked.mistakes:
             raise SpecError(mistakes)
         if checked.check is None or not checked.answered:
-            raise Conflict("no env worker answers, so that nothing can be played: start one")
+            raise Conflict("no env worker answers, so nothing can be played: start one")
         play = Play(id=secrets.token_hex(10), environment=checked.check.name, worker="", together=False, seats=[])
         opening = OpenSession(
             job=f"play-{tenant}",
@@ -126,7 +126,7 @@ class PlaysApi:
             ) from None
         try:
             if reply.wants_tokens:
-                problem = "wants the tokens that a model samples, which a person does not have"
+                problem = "needs the tokens that a model samples, so a person cannot play it"
                 raise SpecError.of("environment.name", play.environment, problem)
             return json_response(await self._answer(request, play, reply), 201)
         except BaseException:  # no one can play it: its place is free now, and not after PLAY_S

@@ -58,7 +58,7 @@ class CheckpointRegistryApi:
         listed = await asyncio.to_thread(query.chosen, await self.registry.of(tenant_of(request)))
         names = [one["checkpoint"] for one in listed]
         if before and before not in names:
-            problem = "is none of the listed checkpoints; take the cursor of the last answer, or start without one"
+            problem = "is not one of the listed checkpoints; use the cursor of the last answer, or start without one"
             raise SpecError.of("before", before[:100], problem)
         start = names.index(before) + 1 if before else 0
         shown = listed[start : start + limit]

@@ -135,7 +135,7 @@ class JobsApi:
                 start = ids.index(before) + 1 if before else 0
                 page = await self.store.jobs(ids[start : start + limit + 1])
         except (NotFound, ValueError):
-            problem = "is none of the listed jobs; take the cursor of the last answer, or start again without one"
+            problem = "is not one of the listed jobs; use the cursor of the last answer, or start again without one"
             raise SpecError.of("before", before[:100], problem) from None
         shown = page[:limit]
         cursor = shown[-1].id if shown else before
@@ -234,7 +234,7 @@ class JobsApi:
     async def cancel(self, request: web.Request) -> web.Response:
         """Cancel a job."""
         job = await self.found(request)
-        refusal = "has {state} already; there is nothing to cancel"
+        refusal = "has ended already ({state}); there is nothing to cancel"
         return await self._move(job.id, JobState.CANCELLED, refusal, reason="cancelled by request")
 
     @Route("POST", "/v1/jobs/{id}/pause", Action.JOBS_WRITE, answer=api_types.JobSummary)
@@ -258,7 +258,7 @@ class JobsApi:
             refusal = "is {state}: it cannot be resumed"
             return await self._move(job.id, JobState.QUEUED, refusal, **changes, reason="", asleep=False)
         if job.state.final:
-            raise Conflict(f"job {job.id} has {job.state} already; there is nothing to resume")
+            raise Conflict(f"job {job.id} has ended already ({job.state}); there is nothing to resume")
         return json_response(job_summary(job))
 
     async def _move(self, id: str, to: JobState, refusal: str, **changes: Any) -> web.Response:
@@ -279,7 +279,7 @@ class JobsApi:
         job = await self.found(request)
         if job.kind != "inference":
             raise Conflict(f"job {job.id} is of kind {job.kind}, and ends by itself; it can be cancelled")
-        refusal = "has {state} already; there is nothing to complete"
+        refusal = "has ended already ({state}); there is nothing to complete"
         return await self._move(job.id, JobState.SUCCEEDED, refusal, reason="completed by request")
 
 

@@ -204,4 +204,4 @@ def _step(session: str, turn: int, asked: SessionReply) -> StepSession:
 
 
 def _bad(found: str) -> Check:
-    return check("episode", found, "bad", "see to the environment or its config: opentinker env check plays it alone")
+    return check("episode", found, "bad", "check the environment and its config: `opentinker env check` plays it alone")

@@ -42,7 +42,7 @@ async def submit_sweep(
     if idempotency and (made := await store.find_idempotent(tenant, idempotency, body_hash)) is not None:
         return made, True
     if (active := await store.count_active(tenant)) >= MAX_ACTIVE:
-        raise Conflict(f"you have {active} sweeps that run; {MAX_ACTIVE} are allowed: cancel one or wait")
+        raise Conflict(f"you have {active} running sweeps; {MAX_ACTIVE} are allowed: cancel one or wait")
     base = _pinned(sweep, await checked_sweep(ctx, sweep, tenant))
     now, new = time.time(), new_id("s")
     record = SweepRecord(

@@ -48,7 +48,7 @@ class SweepsApi:
         try:
             page = await self.store.of(tenant_of(request), limit + 1, before)
         except NotFound:
-            raise SpecError.of("before", before[:100], "is none of your sweeps") from None
+            raise SpecError.of("before", before[:100], "is not one of your sweeps") from None
         cursor = page[:limit][-1].id if page else before
         shown = [sweep_summary(sweep) for sweep in page[:limit]]
         return json_response({"sweeps": shown, "cursor": cursor, "more": len(page) > limit})
@@ -77,7 +77,7 @@ class SweepsApi:
         sweep = await self._found(request)
         before = await self.store.end(sweep.id, SweepState.CANCELLED, "cancelled by request")
         if before not in (SweepState.RUNNING, SweepState.CANCELLED):
-            raise Conflict(f"sweep {sweep.id} has {before} already; there is nothing to cancel")
+            raise Conflict(f"sweep {sweep.id} has ended already ({before}); there is nothing to cancel")
         return json_response(sweep_summary(await self.store.sweep(sweep.id)))
 
     @Route("DELETE", "/v1/sweeps/{id}", Action.CHECKPOINTS_WRITE, answer=api_types.DeletedSweep)

@@ -196,10 +196,10 @@ def _put(spec: dict[str, Any], path: str, value: Any) -> None:
         else:
             table = table.setdefault(part, {})
         if not isinstance(table, dict | list):
-            raise SpecError.of(path, None, f"{part} is no table")
+            raise SpecError.of(path, None, f"{part} is not a table")
     if isinstance(table, list):
         if not name.isdecimal() or int(name) >= len(table):
-            raise SpecError.of(path, None, "is no entry of the list")
+            raise SpecError.of(path, None, "is not an entry of the list")
         table[int(name)] = value
     else:
         table[name] = value

@@ -67,10 +67,10 @@ def check(
     only those teach anything.
     """
     if job is None and (groups is not None or (url is not None and not save)):
-        raise typer.BadParameter("--groups and --url are for --job JOB.toml, --url for --save too")
+        raise typer.BadParameter("--groups needs --job JOB.toml; --url needs --job or --save")
     if name.startswith(harbor_tasks.PREFIX):
         if job is not None:
-            raise typer.BadParameter("--job is for environments, not for a set of tasks: name harbor")
+            raise typer.BadParameter("--job needs an environment, not a set of tasks: write harbor")
         found = harbor_tasks.check(name, as_json)
     else:
         found = _check(name, settings, (episodes, seed, turns), job, groups, url, as_json)

@@ -25,7 +25,7 @@ def push(
     directory: Annotated[
         Path, typer.Argument(metavar="DIR", help="With environment.toml (or pyproject.toml), the code and a lock file.")
     ],
-    name: Annotated[str | None, typer.Option(help="Instead of the one that the package gives itself.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name; default: the one in the package.")] = None,
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:

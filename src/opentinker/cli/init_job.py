@@ -42,7 +42,7 @@ def init(
 ) -> None:
     """Ask four questions and write a job file that editors can check."""
     if os.path.exists(path):
-        raise typer.BadParameter(f"{path} is there already; name another file")
+        raise typer.BadParameter(f"{path} already exists; name another file")
     if path.suffix != ".toml":
         raise typer.BadParameter(f"{path} must end in .toml")
     if not path.parent.is_dir():

@@ -170,7 +170,7 @@ def cancel(
         for record in records:
             say(f"{record['id']}  {record['state']}")
         if everything and not chosen:
-            say("no such job is going on")
+            say("none of these jobs is active")
     if failed:
         raise typer.Exit(1)
 

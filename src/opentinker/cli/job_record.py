@@ -81,7 +81,7 @@ def print_games(metrics: Mapping[str, Any], policies: Sequence[str]) -> None:
         columns = list(dict.fromkeys(name for own in games.values() for name in own))
         if "rating" in columns:
             columns.append(columns.pop(columns.index("rating")))
-        say("\ngames won in the newest evaluation, a draw counted half")
+        say("\ngames won in the newest evaluation; a draw counts as half")
         print_table(columns, [[own.get(name, "-") for name in columns] for own in games.values()], empty="")
 
 

@@ -29,7 +29,7 @@ def whoami(url: Url = None, as_json: AsJson = False) -> None:
         print_json(found)
         return
     if found["key"] is None:
-        say(f"{server_url(url)} asks for no key: everyone is an {found['role']} of tenant {found['tenant']}")
+        say(f"{server_url(url)} requires no key: everyone is an {found['role']} of tenant {found['tenant']}")
         return
     named = f", {found['name']!r}" if found["name"] else ""
     until = f"expires: {_when(found['expires'])}"
@@ -38,7 +38,7 @@ def whoami(url: Url = None, as_json: AsJson = False) -> None:
 
 
 def webhook_secret(
-    renew: Annotated[bool, typer.Option("--renew", help="Replace it; the old one is used no more.")] = False,
+    renew: Annotated[bool, typer.Option("--renew", help="Replace the secret; the old one is no longer used.")] = False,
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
@@ -50,7 +50,7 @@ def webhook_secret(
 def share(
     job_ids: Annotated[list[str], typer.Argument(metavar="JOB...", help="Job ids; several are compared.")],
     expires: Annotated[str, typer.Option(help="For example 12h or 30d; 90d at most.")] = "7d",
-    name: Annotated[str, typer.Option(help="A note for people: whom it is for.")] = "",
+    name: Annotated[str, typer.Option(help="A note: who it is for.")] = "",
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
@@ -66,7 +66,7 @@ def create(
     tenant: Annotated[
         str | None, typer.Option(help="Default: yours. Operators may name any tenant, also a new one.")
     ] = None,
-    name: Annotated[str, typer.Option(help="A note for people: whose key it is, or what for.")] = "",
+    name: Annotated[str, typer.Option(help="A note: whose key it is, or what it is for.")] = "",
     scopes: Annotated[
         str | None, typer.Option(help="For example jobs:read,checkpoints:read; default: all scopes of the role.")
     ] = None,

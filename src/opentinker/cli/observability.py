@@ -126,7 +126,7 @@ def distributions(
 
 def why(
     job_id: JobId,
-    last: Annotated[int, typer.Option(help="Seconds that are looked at.", min=5, max=3600)] = 120,
+    last: Annotated[int, typer.Option(help="Look at this many seconds, the newest.", min=5, max=3600)] = 120,
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
@@ -143,7 +143,7 @@ def why(
     ]
     print_table(["cause", "time", "share"], rows if whole else [], empty="nothing was reported")
     if not found["is_whole"]:
-        say("there was more activity than is looked at: take a smaller --last")
+        say("there was more activity than can be read at once: choose a smaller --last")
     say("" if found["findings"] else "nothing stands out")
     for finding in found["findings"]:
         say(f"{finding['what']}\n  -> {finding['advice']}")

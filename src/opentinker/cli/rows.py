@@ -58,7 +58,7 @@ def rows(
         return
     if found["solved_at"] is None:
         learned = [[row["row"], _or_dash(row["tokens"]), _short(row)] for row in found["rows"]]
-        print_table(["row", "tokens", "prompt"], learned, empty="no row passes the filters")
+        print_table(["row", "tokens", "prompt"], learned, empty="no row matches the filters")
         return
     played = [
         [
@@ -69,7 +69,7 @@ def rows(
         for row in found["rows"]
     ]
     columns = ["row", "tokens", "played", "reward", "solved", "over steps", "prompt"]
-    print_table(columns, played, empty="no row passes the filters")
+    print_table(columns, played, empty="no row matches the filters")
 
 
 def sparkline(series: Sequence[RowPoint]) -> str:

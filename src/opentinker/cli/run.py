@@ -132,7 +132,7 @@ def everything(home: Path, port: int, workers: dict[str, int], *, keep: bool) ->
     except OpenTinkerError as error:
         keep = False
         if process.poll() is not None:
-            raise OpenTinkerError(f"what was started has ended; last lines of {log}:\n{tail(log, 15)}") from error
+            raise OpenTinkerError(f"the processes have ended; last lines of {log}:\n{tail(log, 15)}") from error
         raise
     except BaseException:
         keep = False
@@ -166,7 +166,7 @@ def _wait_api(home: Path, process: subprocess.Popen[bytes], log: Path) -> str:
         state = read_state(home)
         scheduler = state.get("children", {}).get("scheduler", {})
         if scheduler.get("crash_loop"):
-            raise OpenTinkerError(f"the scheduler keeps dying:\n{tail(Path(scheduler['log']), 15)}")
+            raise OpenTinkerError(f"the scheduler keeps crashing:\n{tail(Path(scheduler['log']), 15)}")
         url = str(state.get("url", ""))
         if scheduler.get("state") == "running" and http_ok(int(url.rpartition(":")[2]), "/healthz"):
             return url

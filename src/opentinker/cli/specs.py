@@ -117,7 +117,7 @@ def changed(spec: Mapping[str, Any], changes: list[str]) -> dict[str, Any]:
         for part in tables:
             table = table.setdefault(part, {})
             if not isinstance(table, dict):
-                raise typer.BadParameter(f"--set {change}: {part} is no table of the spec")
+                raise typer.BadParameter(f"--set {change}: {part} is not a table of the spec")
         table[name] = value
     return new
 
@@ -280,7 +280,7 @@ def toml_of(value: Any) -> str:
 
 
 def show_algorithms(
-    name: Annotated[str | None, typer.Argument(metavar="PRESET", help="One of them, with every value.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="PRESET", help="Show this preset with all its values.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Print the presets of `[algorithm] name`: what each one is made of, to be overridden field by field."""

@@ -92,7 +92,7 @@ async def test_rows_of_an_sft_job_are_shown_with_the_turns_that_it_learns(
     await tab.page.get_by_role("button", name="Prompt of row 7").click()
     await expect(tab.page.locator(".opened .words")).to_have_text(["q7", "a7"])
     await tab.page.get_by_label("Search rows").fill("none of them")
-    await tab.shows("No row passes the filters.")
+    await tab.shows("No row matches the filters.")
 
 
 EPISODE = {

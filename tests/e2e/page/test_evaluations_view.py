@@ -89,6 +89,6 @@ async def test_episodes_of_evaluations_are_filtered_by_outcome_and_opponent(
     await tab.page.get_by_role("button", name="strong (0 won, 0 drawn, 1 lost)").click()
     await expect(episodes).to_have_text(["episode 2"])
     await tab.page.get_by_role("button", name="won 1", exact=True).click()
-    await tab.shows("No kept episode of this step ended so.")
+    await tab.shows("No kept episode of this step had this outcome.")
     await tab.page.get_by_role("group", name="against").get_by_role("button", name="all").click()
     await expect(episodes).to_have_text(["episode 0"])

@@ -104,20 +104,20 @@ async def test_jobs_are_picked_by_mouse_and_keys_and_done_with_together(opened: 
             await Trainer(bus, job).says(step, reward(mean * step / 2))
     tab = await opened(http.url)
     await tab.page.get_by_label("Order").select_option("name")
-    rows, bulk = tab.page.locator(".jobs tbody tr"), tab.page.get_by_role("toolbar", name="Chosen jobs")
+    rows, bulk = tab.page.locator(".jobs tbody tr"), tab.page.get_by_role("toolbar", name="Selected jobs")
     assert all(
         box is not None and box["height"] <= 36.5 for box in [await rows.nth(n).bounding_box() for n in range(3)]
     )
-    await tab.page.get_by_label("Pick a", exact=True).check()
-    await tab.page.get_by_label("Pick c", exact=True).click(modifiers=["Shift"])
-    await expect(bulk).to_contain_text("3 jobs chosen")
+    await tab.page.get_by_label("Select a", exact=True).check()
+    await tab.page.get_by_label("Select c", exact=True).click(modifiers=["Shift"])
+    await expect(bulk).to_contain_text("3 jobs selected")
     await bulk.get_by_label("Tag to add").fill("mine")
     await bulk.get_by_label("Tag to add").press("Enter")
     await expect(rows.filter(has_text="mine")).to_have_count(3)
     await tab.page.locator("body").click(position={"x": 2, "y": 2})
     for key in ("j", "x", "j", "x", "?"):
         await tab.page.keyboard.press(key)
-    await expect(bulk).to_contain_text("2 jobs chosen")
+    await expect(bulk).to_contain_text("2 jobs selected")
     await tab.shows("c compares")
     await tab.page.keyboard.press("a")
     await tab.page.keyboard.press("c")
@@ -139,7 +139,7 @@ async def test_jobs_are_picked_by_mouse_and_keys_and_done_with_together(opened: 
     await tab.shows("no job 'j-missing'")
     await expect(table.locator("tbody tr")).to_have_count(1)
     await tab.go()
-    await tab.page.get_by_label("Pick all").check()
+    await tab.page.get_by_label("Select all").check()
     await tab.page.keyboard.press("Escape")
     await expect(bulk).to_have_count(0)
     await tab.page.keyboard.press("a")
@@ -147,8 +147,8 @@ async def test_jobs_are_picked_by_mouse_and_keys_and_done_with_together(opened: 
     await tab.page.route(f"**/v1/jobs/{jobs[0]}/cancel", lambda route: route.fulfill(status=409, json=refused))
     await bulk.get_by_role("button", name="Cancel").click()
     await expect(rows.filter(has_text="cancelled")).to_have_count(2)
-    await expect(bulk).to_contain_text("1 of 3 refused, which are still chosen: it is busy")
-    await expect(bulk).to_contain_text("1 job chosen")
+    await expect(bulk).to_contain_text("1 of 3 refused and still selected: it is busy")
+    await expect(bulk).to_contain_text("1 job selected")
 
 
 async def test_of_many_jobs_those_in_sight_are_drawn(opened: Open, http: Http, store: Store) -> None:

@@ -43,7 +43,7 @@ async def test_models_are_filtered_published_and_compared(opened: Open, http: Ht
 
     await expect(rows).to_have_count(3)
     for name in (first, second, third):
-        await tab.page.get_by_label(f"Pick {name}").check()
+        await tab.page.get_by_label(f"Select {name}").check()
     exact = tab.page.locator(".compared tbody tr", has_text="exact")
     await expect(exact.locator("b")).to_contain_text("0.75")
     await expect(exact.locator("td").nth(1)).to_contain_text("0.15 to 0.35")

@@ -36,7 +36,7 @@ async def test_an_environment_is_read_and_played(opened: Open, http: Http, worke
     assert len(asked) == 4 and asked.isdigit()
     await tab.page.get_by_label("Your answer").fill(asked)
     await tab.page.get_by_role("button", name="Answer").click()
-    await tab.shows("It has ended. Reward 1.")
+    await tab.shows("The episode has ended. Reward 1.")
     await tab.page.get_by_role("button", name="Play again").click()
     await expect(tab.page.get_by_role("button", name="Begin")).to_be_visible()
     assert tab.complaints == []

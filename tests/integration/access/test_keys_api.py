@@ -263,7 +263,7 @@ async def test_a_server_without_keys_is_called_so_loudly(ctx: Context) -> None:
     ctx.settings = ctx.settings.model_copy(update={"auth": False})
     async with scheduler(ctx) as open_url:
         shown, said = await typed("whoami", "--url", open_url)
-        assert shown == f"{open_url} asks for no key: everyone is an operator of tenant default\n"
+        assert shown == f"{open_url} requires no key: everyone is an operator of tenant default\n"
         assert said == f"AUTH IS OFF at {open_url}: anyone who reaches it is an operator\n"
         shown, said = await typed("jobs", "--json", "--url", open_url)
         assert orjson.loads(shown) == [] and said.startswith("AUTH IS OFF at")

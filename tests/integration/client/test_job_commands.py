@@ -72,7 +72,7 @@ async def test_jobs_are_selected_by_state_kind_and_name_and_cancelled(client: As
         assert (await run(*wrong, *on)).returncode == 2
     rest = await run("cancel", "--all", "--state", "queued", "--yes", "--json", *on)
     assert {job["id"] for job in orjson.loads(rest.stdout)} == {ids[2], other}
-    assert (await run("cancel", "--all", "--yes", *on)).stdout == "no such job is going on\n"
+    assert (await run("cancel", "--all", "--yes", *on)).stdout == "none of these jobs is active\n"
 
 
 async def test_answers_are_printed_as_json_yaml_or_a_table(client: AsyncClient, on: list[str]) -> None:

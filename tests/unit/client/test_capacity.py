@@ -127,7 +127,7 @@ def test_a_job_that_has_run_gives_durations_and_lengths() -> None:
     assert found == pytest.approx(
         {"turns": 1.5, "tokens": 20.0, "token_s": 0.05, "env_s": 0.2, "train_s": 2.0, "swap_s": 0.03}
     )
-    with pytest.raises(OpenTinkerError, match="done too little"):
+    with pytest.raises(OpenTinkerError, match="too few steps"):
         measured_of(steps, "j")
 
 
@@ -138,7 +138,7 @@ def test_a_job_with_several_policies_gives_the_turns_of_all_and_the_time_of_the_
     found = measured_of([*speaker, *listener, worker], "j")
     assert found["turns"] == 3.0 and found["tokens"] == 2.0
     assert found["train_s"] == 3.0, "it makes two steps where the other makes one"
-    with pytest.raises(OpenTinkerError, match="done too little"):
+    with pytest.raises(OpenTinkerError, match="too few steps"):
         measured_of([*speaker[:2], *listener, worker], "j")
 
 

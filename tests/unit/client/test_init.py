@@ -69,7 +69,7 @@ def test_nothing_is_written_where_the_answers_make_no_job(tmp_path: Path) -> Non
     assert refused.exit_code != 0 and not path.exists()
     path.write_text("mine")
     there = init(path, "--yes")
-    assert there.exit_code == 2 and "is there already" in there.output and path.read_text() == "mine"
+    assert there.exit_code == 2 and "already exists" in there.output and path.read_text() == "mine"
     other = tmp_path / "other.toml"
     for options in (["--kind=sft", "--environment=gsm8k"], ["--kind=rl", "--rows=rows.jsonl"]):
         assert "--rows for sft and dpo" in init(other, "--yes", *options).output and not other.exists()

@@ -221,8 +221,8 @@ def test_options_for_the_base_model_need_its_job(tmp_path: Path) -> None:
     job = tmp_path / "job.toml"
     job.write_text((ROOT / "examples" / "bandit.toml").read_text())
     for options, why in (
-        (["bandit", "--groups", "3"], "are for --job JOB.toml"),
-        (["harbor:mine", "--job", str(job)], "--job is for environments"),
+        (["bandit", "--groups", "3"], "needs --job JOB.toml"),
+        (["harbor:mine", "--job", str(job)], "--job needs an environment"),
         (["copy_digits", "--job", str(job)], "plays 'bandit', not 'copy_digits'"),
     ):
         told = CliRunner().invoke(app, ["env", "check", *options])

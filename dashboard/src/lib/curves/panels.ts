@@ -17,14 +17,14 @@ const OURS = new Set(
     "rollout_workers tool_calls tool_errors rows epochs accuracy").split(" "),
 );
 
-/** Phases of episodes; those with "of it" are parts of the one before them. */
+/** Phases of episodes; those with "of which" are parts of the one before them. */
 const PHASES = {
   "rollout/open_s": "opening",
-  "rollout/start_s": "of it start",
+  "rollout/start_s": "of which start",
   "rollout/generate_s": "model",
   "rollout/env_s": "environment",
-  "rollout/tool_s": "of it tools",
-  "rollout/verify_s": "of it grading",
+  "rollout/tool_s": "of which tools",
+  "rollout/verify_s": "of which grading",
 };
 const WHOLE = ["rollout/open_s", "rollout/generate_s", "rollout/env_s"];
 
@@ -83,7 +83,7 @@ export const PANELS: Panel[] = [
   },
   {
     title: "Win rate",
-    about: "Share of episodes that evaluations have won, a draw counted half, by opponent, with its interval",
+    about: "Share of evaluation episodes won, by opponent, with its interval; a draw counts as half a win",
     lines: (joined, axis) => {
       const opponents = opponentsIn(joined).map((name) => val(joined, axis, `val/winrate/${name}`, `against ${name}`));
       return opponents.length ? opponents : [val(joined, axis, "val/winrate", "won")];
@@ -92,7 +92,7 @@ export const PANELS: Panel[] = [
   },
   {
     title: "Rating",
-    about: "Elo rating of the weights from all evaluations, plus and minus its standard error; the first bot is at 0, else the first checkpoint",
+    about: "Elo rating of the weights from all evaluations, plus and minus its standard error. The first bot has 0; without bots, the first checkpoint has",
     lines: (joined, axis) => [
       {
         ...spread(joined, axis, "val/rating", "rating", (v) => {
@@ -137,7 +137,7 @@ export const PANELS: Panel[] = [
   },
   {
     title: "Opponent lag",
-    about: "Steps that opponents have made since they played a match: mean, and largest of the batch",
+    about: "Steps that opponents have made since they played a match: mean and largest of the batch",
     lines: (joined, axis) => [spread(joined, axis, "opponent_lag/mean", "opponent lag", (v) => [0, v["opponent_lag/max"] ?? 0])],
     positive: true,
   },
@@ -159,7 +159,7 @@ export const PANELS: Panel[] = [
   },
   {
     title: "Episode time",
-    about: "Where the time of episodes goes: until the first observation, in the model, in the environment, and of that in tools",
+    about: "How episodes spend their time: before the first observation, in the model, in the environment, and of that in tools",
     lines: (joined, axis) =>
       Object.entries(PHASES).map(([name, label]) => ({ ...shareOf(joined, name, WHOLE, axis), label })),
     positive: true,

@@ -53,7 +53,7 @@ export function Compare({ ids, view }: { ids: string[]; view: string }): JSX.Ele
   const groups = by ? groupsOf(runs, by) : [];
   const labels = useMemo(() => labelsOf(runs), [runs]);
   const metric = shown[0] ?? "";
-  if (!ids.length) return <Empty>Pick jobs in the list, then Compare.</Empty>;
+  if (!ids.length) return <Empty>Select jobs in the list, then press Compare.</Empty>;
   return (
     <>
       <h1 class="unseen">Compare</h1>

@@ -21,7 +21,7 @@ export function EnvironmentView({ name }: { name: string }): JSX.Element {
       <section class="card">
         <h1>{name}</h1>
         <Said problem={problem ?? versions.problem} />
-        {!about && !problem && <Empty>An env worker reads it…</Empty>}
+        {!about && !problem && <Empty>An env worker is reading it…</Empty>}
         {about && (
           <>
             <p class="prose">{about.doc || "Its class has no docstring."}</p>
@@ -83,7 +83,7 @@ function Settings({ about }: { about: About }): JSX.Element {
   return (
     <section class="card">
       <h2>Settings</h2>
-      {!settings.length && <Empty>It has none.</Empty>}
+      {!settings.length && <Empty>It has no settings.</Empty>}
       {settings.length > 0 && <Table of={COLUMNS} rows={settings} by={(one) => one.name} />}
     </section>
   );

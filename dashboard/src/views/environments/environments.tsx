@@ -32,7 +32,7 @@ export function Environments(): JSX.Element {
 }
 
 function BuiltIn({ names }: { names: string[] }): JSX.Element {
-  if (!names.length) return <Empty>No env worker is running; they offer environments.</Empty>;
+  if (!names.length) return <Empty>No env worker is running. Environments appear here once one is.</Empty>;
   return (
     <ul class="names">
       {names.map((name) => (

@@ -60,10 +60,10 @@ export function Play({ start, leave }: { start: Start; leave: () => void }): JSX
     <div class="play">
       <Talk messages={talk.map((one) => ({ ...one, role: one.seat ? `${one.role} · ${one.seat}` : one.role }))} images={pictures(talk)} />
       <Said problem={problem} />
-      {!episode && !problem && <Empty>An env worker opens it…</Empty>}
+      {!episode && !problem && <Empty>An env worker is opening it…</Empty>}
       {episode && (
         <p role="status">
-          {episode.error ? `It failed: ${episode.error}. ` : episode.done ? (episode.truncated ? "A limit ended it. " : "It has ended. ") : ""}
+          {episode.error ? `The episode failed: ${episode.error}. ` : episode.done ? (episode.truncated ? "A limit ended the episode. " : "The episode has ended. ") : ""}
           Reward {scores.join(", ") || "0"}.
         </p>
       )}
@@ -97,7 +97,7 @@ function Answers({ prompts, doing, answer }: AnswersProps): JSX.Element {
       const calls = tools.map((name, at) => ({ name, arguments: name ? (JSON.parse(given[at] || "{}") as Record<string, Json>) : {} }));
       answer(texts, calls);
     } catch (error) {
-      setWrong(`Arguments of a call are JSON: ${String(error)}`);
+      setWrong(`The arguments of a call must be JSON: ${String(error)}`);
     }
   };
   return (

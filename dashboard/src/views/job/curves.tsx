@@ -71,7 +71,7 @@ export function Curves({ job, follow }: { job: Job; follow: Follow }): JSX.Eleme
 }
 
 function noMetrics(job: Job): string {
-  if (FINAL.includes(job.state)) return `This job has ${job.state} without metrics; see its log.`;
+  if (FINAL.includes(job.state)) return `This job ended without metrics (${job.state}). See its log.`;
   if (job.kind === "inference") return "No metrics before the first request.";
   return `No metrics before the first ${job.kind === "eval" ? "result" : "step"}.`;
 }

@@ -67,7 +67,7 @@ export function Data({ job }: { job: JobDetail }): JSX.Element {
       </div>
       <Said problem={problem} />
       {!value && !problem && <Empty>…</Empty>}
-      {value && !value.rows.length && <Empty>No row passes the filters.</Empty>}
+      {value && !value.rows.length && <Empty>No row matches the filters.</Empty>}
       {value && value.rows.length > 0 && <Table key={query} job={job} rows={value.rows} plays={plays} />}
     </>
   );

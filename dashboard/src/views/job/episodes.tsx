@@ -148,7 +148,7 @@ export function Episodes({ job, follow, at: first = "" }: { job: JobDetail; foll
       )}
       <Said problem={problem} />
       {!value && !problem && <Empty>…</Empty>}
-      {value?.outcomes && value.step !== null && !value.transcripts?.length && <Empty>No kept episode of this step ended so.</Empty>}
+      {value?.outcomes && value.step !== null && !value.transcripts?.length && <Empty>No kept episode of this step had this outcome.</Empty>}
       {value?.step === null && (
         <Empty>{kind === "rollouts" ? "No episodes yet (number per step: rollout.transcripts)." : "No evaluations yet ([validation] in the spec)."}</Empty>
       )}

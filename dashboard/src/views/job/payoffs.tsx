@@ -11,7 +11,7 @@ export function PayoffMatrix({ follow }: { follow: Follow }): JSX.Element | null
   return (
     <section class="card payoffs" aria-label="Win rates">
       <h2>Win rates</h2>
-      <small class="dim">Of each policy against each opponent in its latest evaluation; a draw counts half. Below: the 95% interval.</small>
+      <small class="dim">Each policy against each opponent in its latest evaluation. A draw counts as half a win. Below each rate: its 95% interval.</small>
       <div class="scrolls">
         <table>
           <thead>

@@ -13,7 +13,7 @@ const SILENT_S = 10;
 
 /** Causes whose names say little to people who do not know the services. */
 const WORDS: Record<string, string> = {
-  nothing: "no worker was busy with it",
+  nothing: "no worker was working on it",
   swap: "loading new weights",
   checkpoint: "saving checkpoints",
   reference: "frozen models",

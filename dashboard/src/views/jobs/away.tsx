@@ -32,7 +32,7 @@ export function Away(): JSX.Element | null {
   return (
     <details class="card away" open>
       <summary>
-        While you were away ({ago(since)}): {told(found)}{" "}
+        Since your last visit ({ago(since)}): {told(found)}{" "}
         <button class="plain" onClick={() => setSince(null)}>
           Dismiss
         </button>

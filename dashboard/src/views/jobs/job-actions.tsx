@@ -36,12 +36,12 @@ export function Bulk({ jobs, compare, clear, again }: BulkProps): JSX.Element {
       clear(refused.map(([id]) => id));
       again();
       const [first] = refused;
-      if (first) throw new Problem(first[1].status, `${refused.length} of ${some.length} refused, which are still chosen: ${first[1].message}`);
+      if (first) throw new Problem(first[1].status, `${refused.length} of ${some.length} refused and still selected: ${first[1].message}`);
     });
   const sure = (what: string, some: Job[]): boolean => confirm(`${what} ${counted(some.length, "job")}?\n${some.map((job) => job.name).slice(0, 10).join("\n")}`);
   return (
-    <div class="bar bulk" role="toolbar" aria-label="Chosen jobs">
-      <b>{counted(jobs.length, "job")} chosen</b>
+    <div class="bar bulk" role="toolbar" aria-label="Selected jobs">
+      <b>{counted(jobs.length, "job")} selected</b>
       <button onClick={compare}>Compare</button>
       {mayChange && (
         <>
@@ -63,7 +63,7 @@ export function Bulk({ jobs, compare, clear, again }: BulkProps): JSX.Element {
         <button
           disabled={doing || !over.length}
           title="Checkpoints, metrics and logs of ended jobs; their records stay"
-          onClick={() => sure("Delete all that is kept of", over) && each(over, "DELETE", "/artifacts")}
+          onClick={() => sure("Delete the artifacts of", over) && each(over, "DELETE", "/artifacts")}
         >
           Delete artifacts
         </button>

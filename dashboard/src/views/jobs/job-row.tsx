@@ -43,7 +43,7 @@ export class JobRow extends Component<RowProps> {
     return (
       <tr class={isAt ? "at" : undefined} aria-selected={isChosen} onClick={opens}>
         <td data-label="">
-          <input type="checkbox" aria-label={`Pick ${job.name}`} checked={isChosen} onClick={(event) => deeds.current.pick(job.id, event.shiftKey)} />
+          <input type="checkbox" aria-label={`Select ${job.name}`} checked={isChosen} onClick={(event) => deeds.current.pick(job.id, event.shiftKey)} />
         </td>
         <td data-label="Job">
           <Named job={job} choose={choose} />

@@ -33,7 +33,7 @@ const SETTLED_MS = 40;
 /** How near the end of a list is when more is asked for. */
 const NEAR = "1200px";
 const KEPT_COLUMNS = "opentinker-columns";
-const HELP = "j and k move, Enter opens, x picks, a picks all, c compares, / searches, Escape picks none";
+const HELP = "j and k move, Enter opens, x selects, a selects all, c compares, / searches, Escape clears the selection";
 
 interface Answer {
   jobs: Job[];
@@ -262,7 +262,7 @@ function Table({ jobs, columns, choose, again }: TableProps): JSX.Element {
             <th>
               <input
                 type="checkbox"
-                aria-label="Pick all"
+                aria-label="Select all"
                 checked={picks.length === jobs.length}
                 onChange={() => setChosen(picks.length === jobs.length ? new Set() : new Set(ids))}
               />

@@ -100,7 +100,7 @@ def down(
         return
     pid = read_state(data_dir).get("pid")
     if pid is None:
-        raise OpenTinkerError(f"what runs on {data_dir} is still starting; try again in a moment")
+        raise OpenTinkerError(f"the server on {data_dir} is still starting; try again in a moment")
     os.kill(pid, signal.SIGKILL if force else signal.SIGTERM)
     deadline = time.monotonic() + DOWN_S
     kill = as_typed("down", "--force", "--data-dir", data_dir)

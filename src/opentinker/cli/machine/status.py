@@ -48,7 +48,9 @@ def free(
 ) -> None:
     """Cancel the job that holds a worker, of any tenant (operators only)."""
     freed = client(url).free_worker(worker)
-    print_json(freed) if as_json else say(f"{freed['job']}  {freed['state']}; {freed['worker']} is free in a moment")
+    print_json(freed) if as_json else say(
+        f"{freed['job']}  {freed['state']}; {freed['worker']} will be free in a moment"
+    )
 
 
 def cluster(server: str) -> dict[str, Any]:
@@ -100,7 +102,7 @@ def _show_processes(state: dict[str, Any], data_dir: Any) -> None:
     print_table(["name", "state", "pid", "restarts", "url", "log"], rows, empty="still starting")
     for name, child in state.get("children", {}).items():
         if child["crash_loop"]:
-            say(f"{name} keeps dying; see: {as_typed('logs', name, '--data-dir', data_dir)}")
+            say(f"{name} keeps crashing; see: {as_typed('logs', name, '--data-dir', data_dir)}")
 
 
 def _show_cluster(found: dict[str, Any]) -> None:

@@ -209,7 +209,7 @@ def measured_of(points: Sequence[Mapping[str, Any]], job: str) -> dict[str, floa
     fewest = min(map(len, steps), default=0)
     recent = [own[-RECENT:] for own in steps]
     if fewest < FEWEST or not turns:
-        raise OpenTinkerError(f"job {job} has done too little to be planned by: {FEWEST} steps are needed")
+        raise OpenTinkerError(f"job {job} has too few steps to plan by: it needs {FEWEST}")
 
     def mean(own: list[dict[str, float]], *names: str) -> float:
         return float(sum(step.get(name, 0.0) for step in own for name in names) / len(own))
@@ -294,7 +294,7 @@ def _print(path: Path, work: Work, rows: list[dict[str, Any]], told: list[str], 
         for row in rows
     ]  # fmt: skip
     print_table(columns, cells, empty="")
-    say("env workers: the fewest with which a step is as short as with any number of them")
+    say("env workers: the smallest number with which a step takes no longer than with more of them")
     for line in [*told, *reasons]:
         say(line)
     if reasons:

@@ -59,7 +59,7 @@ def validate(
         if found["valid"]:
             say(f"ok: {spec.name}, {spec.kind} of {spec.model.base} on {_subject(spec)}")
             if sweep is not None:
-                say(f"a sweep of {sweep.size} by {sweep.table.method}; the first one was looked at")
+                say(f"a sweep of {sweep.size} by {sweep.table.method}; the first one was checked")
             if found.get("estimate"):
                 say(in_words(found["estimate"]))
     if not found["valid"]:

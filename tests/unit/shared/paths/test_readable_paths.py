@@ -262,7 +262,7 @@ def test_a_format_is_no_data_set_of_the_hub(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "data" / "run").mkdir(parents=True)
     (tmp_path / "data" / "run" / "operator-key").write_text("canary\n")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(RowError, match="'text' is no data set of the hub alone"):
+    with pytest.raises(RowError, match="'text' is not a data set of the hub alone"):
         open_rows("text", None, "train")
 
 

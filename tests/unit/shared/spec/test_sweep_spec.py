@@ -118,7 +118,7 @@ def test_jobs_that_differ_by_their_seed_have_different_names() -> None:
         (sweep({"train.lr": {"low": 0, "high": 1, "step": 2}}), "sweep.parameters.train.lr.step", "larger than"),
         (sweep({"train.warmup_steps": [0, 9]}), "sweep.parameters.train.warmup_steps", "is larger than steps=1"),
         (sweep({"name.x": [1]}), "sweep.parameters.name.x", "cannot be varied"),
-        (sweep({"model.base.x": [1]}), "sweep.parameters.model.base.x", "base is no table"),
+        (sweep({"model.base.x": [1]}), "sweep.parameters.model.base.x", "base is not a table"),
         (sweep({"train": [{"steps": 1}], "train.lr": [1]}), "sweep.parameters.train.lr", "part of train"),
         (sweep({"train.lr": [1], "train": {"lr": [2]}}), "sweep.parameters.train.lr", "is written twice"),
         (sweep({"train.seed": [1]}, seeds=[1]), "sweep.parameters.train.seed", "set by sweep.seeds"),
