@@ -110,8 +110,10 @@ def accepted(told: dict[str, Any], folder: Path) -> str:
         assert uploads.read_package(folder).name == told["name"]
         return "package"
     kind = told.get("kind", "inference" if "serving" in told else "rl")
-    least = LEAST.get(told["sweep"].get("kind", "rl") if kind == "sweep" else kind, {})
-    whole = told if "name" in told else over({"name": "x", "kind": kind, "model": {"base": "m"}, **least}, told)
+    of_jobs = told["sweep"].get("kind", "rl") if kind == "sweep" else kind
+    whole = (
+        told if "name" in told else over({"name": "x", "kind": kind, "model": {"base": "m"}, **LEAST[of_jobs]}, told)
+    )
     spec = parse_spec(first_job(whole))
     files = _check_files(whole, spec)
     if mistakes := files.model + files.frozen + files.data:

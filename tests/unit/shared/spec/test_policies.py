@@ -118,7 +118,7 @@ def test_every_mistake_is_reported_at_once() -> None:
         (
             {"validation": {"every": 5, "against": [{"policy": "x"}]}},
             "validation.against.0.policy",
-            "no policy of this",
+            "not a policy of this",
         ),
         ({"validation": {"every": 5, "against": [{}]}}, "validation.against.0.policy", "one player"),
         ({"validation": {"every": 5, "against": [{"bot": "r"}] * 2}}, "validation.against", "twice"),
