@@ -135,6 +135,8 @@ class OpponentPools:
                 name: PoolRecord(
                     members=[str(member.version) for member in members],
                     win_rates={str(member.version): win_rate(*member.recent) for member in members},
+                    outcomes={str(member.version): member.outcomes for member in members},
+                    recent={str(member.version): member.recent for member in members},
                 )
                 for name, members in self.members.items()
             }

@@ -85,6 +85,33 @@ class PolicyState(TypedDict):
     ledger: Ledger
 
 
+class PoolMember(TypedDict):
+    """A past version of a policy, and how the policy does against it."""
+
+    version: str
+    """EPOCH.STEP."""
+    won: int
+    """Games that the policy has won against it since it became a member."""
+    drawn: int
+    lost: int
+    win_rate: float | None
+    """Of the policy in recent games (earlier ones lose half their weight at each candidate), with one more game that
+    was drawn; null without games."""
+    rating: float | None
+    """Elo points above the policy, from recent games."""
+    rating_error: float | None
+    """Standard error."""
+
+
+class OpponentPool(TypedDict):
+    """An opponent pool of a job."""
+
+    policy: str
+    """Whose versions its members are; empty: of the job's one policy."""
+    members: list[PoolMember]
+    """Oldest first."""
+
+
 class JobWorker(TypedDict):
     """A worker that is leased to the job."""
 
@@ -136,6 +163,8 @@ class Job(JobSummary):
     """In a job with several policies, that of the first."""
     policies: NotRequired[dict[str, PolicyState]]
     """By name, of a job with several."""
+    pools: NotRequired[dict[str, OpponentPool]]
+    """By name, of a job with opponent pools; without those that have no member yet."""
     workers: list[JobWorker]
     metrics: dict[str, LastMetrics]
     """By source."""

@@ -34,12 +34,16 @@ Members = dict[str, list[PoolMember]]
 
 
 class PoolRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """State of a pool from which the scheduler draws members: trainer -> scheduler, through Redis."""
+    """State of a pool from which the scheduler draws members, and which it shows: trainer -> scheduler, through Redis,
+    where it stays after the job."""
 
     members: list[str]
     """Versions, oldest first."""
     win_rates: dict[str, float]
     """The policy's, by member."""
+    outcomes: dict[str, Outcomes] = {}
+    """By member, see `PoolMember`."""
+    recent: dict[str, WeightedOutcomes] = {}
 
 
 PoolRecords = dict[str, PoolRecord]

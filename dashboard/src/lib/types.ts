@@ -71,10 +71,32 @@ export interface JobDetail extends Job {
   spec: Json;
   /** Of a job with several. */
   policies?: Record<string, unknown>;
+  /** Of a job with opponent pools. */
+  pools?: Record<string, OpponentPool>;
   workers: { id: string; status: string }[];
   /** Of an eval job that has succeeded. */
   result?: EvalResult;
   metrics: Record<string, { step: number; time: number; values: Record<string, number> }>;
+}
+
+export interface OpponentPool {
+  /** Whose past versions its members are; empty: of the job's one policy. */
+  policy: string;
+  /** Oldest first. */
+  members: PoolMember[];
+}
+
+/** Games of the policy against one of its past versions. */
+export interface PoolMember {
+  version: string;
+  won: number;
+  drawn: number;
+  lost: number;
+  /** Of the policy, in recent games; null without games. */
+  win_rate: number | null;
+  /** Elo points above the policy. */
+  rating: number | null;
+  rating_error: number | null;
 }
 
 export interface EvalResult {

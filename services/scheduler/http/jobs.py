@@ -24,6 +24,7 @@ from opentinker.services.scheduler.jobs.job_query import EQUAL, GROUPED, KINDS, 
 from opentinker.services.scheduler.jobs.outages import outage_text
 from opentinker.shared import api_types
 from opentinker.shared.evaluation.categories import categories_of
+from opentinker.shared.evaluation.pool_results import member_results
 from opentinker.shared.messaging.stored_messages import required_stream
 from opentinker.shared.messaging.subjects import METRIC, WAKE
 from opentinker.shared.runtime.service import Context
@@ -166,6 +167,7 @@ class JobsApi:
                 **(
                     {"policies": {name: {"ledger": ledger} for name, ledger in ledgers.items()}} if job.policies else {}
                 ),
+                **({"pools": await self._opponents(job)} if job.spec.get("pools") else {}),
                 "workers": workers,
                 "metrics": await self.newest_points(job),
                 **({"result": _result(job.result)} if job.result else {}),
@@ -187,6 +189,13 @@ class JobsApi:
     async def _ledger(self, job: JobRecord, policy: str) -> dict[str, Any]:
         ledger = await admission_of(self.store.redis, job, policy).ledger()
         return {**msgspec.to_builtins(ledger), "version": str(ledger.version), "balanced": ledger.balanced}
+
+    async def _opponents(self, job: JobRecord) -> dict[str, Any]:
+        """Return the members of the job's opponent pools, with their results."""
+        records = await admission_of(self.store.redis, job).pools()
+        policies = {name: pool.get("policy") or "" for name, pool in job.spec["pools"].items()}
+        members = {name: await asyncio.to_thread(member_results, records[name]) for name in policies if name in records}
+        return {name: {"policy": policies[name], "members": members[name]} for name in members}
 
     async def _kept(self, job: JobRecord) -> dict[str, Any]:
         index = self.artifacts.index

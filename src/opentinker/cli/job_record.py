@@ -23,7 +23,7 @@ from opentinker.shared.types.core import part_id
 from opentinker.shared.types.metric_names import opponent_of
 
 if TYPE_CHECKING:
-    from opentinker.shared.api_types import Category, Estimate
+    from opentinker.shared.api_types import Category, Estimate, OpponentPool
 
 SHORT = ("name", "kind", "model", "environment", "data", "endpoint", "asleep", "priority")
 TIMES = ("created", "since", "updated", "finished", "deleted")
@@ -52,6 +52,7 @@ def job(
     say("")
     print_table(["field", "value"], _fields(record, full), empty="")
     print_games(record.get("metrics") or {}, list(record.get("policies") or ()))
+    print_pools(record.get("pools") or {})
     if record.get("result"):
         say(f"\nresult of weights {record['result']['version']}")
         print_categories(record["result"]["categories"])
@@ -83,6 +84,23 @@ def print_games(metrics: Mapping[str, Any], policies: Sequence[str]) -> None:
             columns.append(columns.pop(columns.index("rating")))
         say("\ngames won in the newest evaluation; a draw counts as half")
         print_table(columns, [[own.get(name, "-") for name in columns] for own in games.values()], empty="")
+
+
+def print_pools(pools: Mapping[str, OpponentPool]) -> None:
+    """Print the members of each opponent pool, newest first, with the policy's results against them."""
+    for name, pool in pools.items():
+        whose = pool["policy"] or "this job"
+        say(f"\npool {name}: past versions of {whose}; its win rate, and their ratings above it, in recent games")
+        rows = [
+            [
+                *(one["version"], f"{one['won'] + one['drawn'] + one['lost']:,}"),
+                *(f"{one['won']:,}", f"{one['drawn']:,}", f"{one['lost']:,}"),
+                "-" if one["win_rate"] is None else f"{one['win_rate']:.0%}",
+                "-" if one["rating"] is None else f"{one['rating']:.0f} ± {one['rating_error']:.0f}",
+            ]
+            for one in reversed(pool["members"])
+        ]
+        print_table(["version", "games", "won", "drawn", "lost", "win rate", "rating"], rows, empty="no member yet")
 
 
 def print_categories(categories: Sequence[Category]) -> None:

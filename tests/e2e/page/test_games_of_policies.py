@@ -9,6 +9,8 @@ from playwright.async_api import expect
 
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.runtime.service import Context
+from opentinker.shared.state.admission import Admission
+from opentinker.shared.types.pools import PoolRecord
 from tests.e2e.page.conftest import IN_BROWSER, Open
 from tests.e2e.page.running_jobs import Trainer, played, reward, saved
 from tests.support.api import SPEC, Http, write_checkpoint
@@ -131,6 +133,22 @@ async def test_an_evaluation_is_a_conversation_too(opened: Open, http: Http, bus
     await tab.page.get_by_role("button", name="version", exact=True).click()
     await tab.page.locator(".tokens span", has_text="q").click()
     await tab.shows("weights speaker 1.3")
+
+
+async def test_members_of_a_pool_are_listed_with_their_results(opened: Open, http: Http, ctx: Context) -> None:
+    pools = {"past": {"policy": "speaker", "every": 2}}
+    status, body = await http.submit({**GAME, "seats": {**GAME["seats"], "third": {"pool": "past"}}, "pools": pools})
+    assert status == 201, body
+    won = {"0.0": (1500, 100, 400), "1.2": (0, 0, 0)}
+    record = PoolRecord(members=[*won], win_rates={}, outcomes=won, recent={"0.0": (50.0, 0.0, 50.0)})
+    await Admission(ctx.store.redis, body["id"], 1, policies=POLICIES, policy="speaker").set_pools({"past": record})
+    tab = await opened(http.url, "jobs", body["id"])
+    rows = tab.page.get_by_role("region", name="Pool past").locator("tr")
+    await expect(rows).to_have_count(3)
+    shown = [await row.locator("th, td").all_inner_texts() for row in await rows.all()]
+    assert shown[0] == ["version", "games", "won", "drawn", "lost", "win rate", "rating"]
+    assert shown[1] == ["1.2", "0", "0", "0", "0", "–", "–"]
+    assert shown[2][:6] == ["0.0", "2,000", "1,500", "100", "400", "50%"] and shown[2][6].startswith("0 ± ")
 
 
 async def test_a_match_is_a_conversation_of_its_seats_with_the_version_of_each_policy(

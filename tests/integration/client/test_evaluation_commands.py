@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +11,20 @@ import pytest
 
 from opentinker import AsyncClient
 from opentinker.cli.artifacts import games_won
-from opentinker.client import ApiError
+from opentinker.client import ApiError, answers
 from opentinker.services.scheduler.http.transcripts import by_outcome
 from opentinker.shared.api_types import Category
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.runtime.telemetry import MetricSource
 from opentinker.shared.spec import parse_spec
+from opentinker.shared.state.admission import Admission
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import part_id
+from opentinker.shared.types.pools import PoolRecord
 from tests.conftest import until
 from tests.integration.client.test_job_commands import on, run
-from tests.support.api import write_checkpoint
+from tests.support.api import fits, write_checkpoint
 from tests.support.factories import make_spec
 from tests.support.registry import evaluated, kept, trained
 
@@ -138,6 +141,26 @@ async def test_a_job_shows_the_games_of_its_policies(client: AsyncClient, bus: B
     shown = (await run("job", job, *on)).stdout
     lines = [" ".join(line.split()) for line in shown.splitlines()]
     assert lines[-3:] == ["policy step against random against b rating", "a 8 75% 12% 191 ± 41", "b 8 50% - -"]
+
+
+async def test_a_job_shows_its_results_against_the_members_of_a_pool(
+    client: AsyncClient, store: Store, on: list[str]
+) -> None:
+    pools = {"past": {"every": 2}, "new": {"every": 1}}
+    seats = {"second": {"pool": "past"}, "third": {"pool": "new"}}
+    job = (await client.submit(make_spec(environment={"name": "tictactoe"}, seats=seats, pools=pools)))["id"]
+    assert (await client.job(job))["pools"] == {}, "no trainer has told of them yet"
+    outcomes, recent = {"0.0": (1500, 0, 500), "1.2": (0, 0, 0)}, {"0.0": (75.0, 0.0, 25.0), "1.2": (0.0, 0.0, 0.0)}
+    record = PoolRecord(members=["0.0", "1.2"], win_rates={"0.0": 0.75, "1.2": 0.5}, outcomes=outcomes, recent=recent)
+    await Admission(store.redis, job, 1).set_pools({"past": record})
+    found = await client.job(job)
+    fits(found, answers.Job)
+    assert found["pools"].keys() == {"past"}
+    shown = (await run("job", job, *on)).stdout
+    lines = [" ".join(line.split()) for line in shown.splitlines() if line.strip()]
+    new, old = lines[-2:]
+    assert lines[-3] == "version games won drawn lost win rate rating" and new == "1.2 0 0 0 0 - -"
+    assert re.fullmatch(r"0\.0 2,000 1,500 0 500 75% -1\d\d ± \d\d", old), old
 
 
 async def test_checkpoints_of_a_job_stand_with_all_their_evaluations(

@@ -136,8 +136,9 @@ async def test_results_count_for_the_members_of_that_time(life: Life) -> None:
     metrics = life.pools.metrics()
     assert metrics["pool/past/size"] == 2 and metrics["pool/past/games"] == 4
     assert metrics["pool/past/winrate"] == 8.5 / 9 and metrics["pool/past/winrate/lowest"] == 4.5 / 5
-    told = (await life.admission.pools())["past"].win_rates
-    assert told == {"0.0": 4.5 / 5, "1.2": 4.5 / 5}, "PFSP knows them"
+    told = (await life.admission.pools())["past"]
+    assert told.win_rates == {"0.0": 4.5 / 5, "1.2": 4.5 / 5}, "PFSP knows them"
+    assert told.outcomes == {"0.0": (8, 0, 0), "1.2": WON} and told.recent == {"0.0": WON, "1.2": WON}
 
 
 async def test_a_candidate_must_win_often_enough(store: Store, tmp_path: Path) -> None:

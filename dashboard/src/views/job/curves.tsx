@@ -10,15 +10,16 @@ import { PANELS, single, type Panel } from "../../lib/curves/panels.ts";
 import { ALL, linesOf, namesOf, partsOf } from "../../lib/curves/policies.ts";
 import { rewinds, REWOUND, type Mark } from "../../lib/curves/rewinds.ts";
 import { began, type Axis, type Line } from "../../lib/curves/series.ts";
-import { FINAL, type Event, type Job } from "../../lib/types.ts";
+import { FINAL, type Event, type Job, type JobDetail } from "../../lib/types.ts";
 import { Choice, Empty, Select } from "../../parts.tsx";
 import { PayoffMatrix } from "./payoffs.tsx";
+import { PoolMembers } from "./pools.tsx";
 
 const SMOOTH = [0, 0.6, 0.9, 0.97];
 const MOST_COMPARED = 4;
 const POLL_S = 15;
 
-export function Curves({ job, follow }: { job: Job; follow: Follow }): JSX.Element {
+export function Curves({ job, follow }: { job: JobDetail; follow: Follow }): JSX.Element {
   const [look, setLook] = useState<Look>({ axis: "step", smooth: 0, log: false });
   const [compared, setCompared] = useState<Job[]>([]);
   const [more, setMore] = useState<string[]>([]);
@@ -61,6 +62,7 @@ export function Curves({ job, follow }: { job: Job; follow: Follow }): JSX.Eleme
       {version === 0 && <Empty>{follow.way === "loading" ? "Loading…" : noMetrics(job)}</Empty>}
       {marks.length > 0 && <p class="dim">The job went back (dotted lines): {marks.map(({ text }) => text).join(", ")}.</p>}
       <PayoffMatrix follow={follow} />
+      <PoolMembers job={job} />
       <div class="charts">
         {panels.map((panel) => (
           <PanelChart key={panel.title} panel={panel} look={look} policy={policy} follow={follow} others={others} compared={compared} marks={marks} />

@@ -1,0 +1,32 @@
+"""Results of a policy against the members of its pool, as they are shown."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from opentinker.shared.evaluation.pool_results import member_results
+from opentinker.shared.types.pools import PoolRecord
+
+RECORD = PoolRecord(
+    members=["0.0", "1.20", "1.40"],
+    win_rates={"0.0": 0.9, "1.20": 0.5, "1.40": 0.5},
+    outcomes={"0.0": (180, 20, 40), "1.20": (30, 40, 30), "1.40": (0, 0, 0)},
+    recent={"0.0": (90.0, 0.0, 10.0), "1.20": (50.0, 0.0, 50.0), "1.40": (0.0, 0.0, 0.0)},
+)
+
+
+def test_games_are_all_and_win_rates_and_ratings_are_of_recent_ones() -> None:
+    oldest, equal, new = member_results(RECORD)
+    assert (oldest["version"], oldest["won"], oldest["drawn"], oldest["lost"]) == ("0.0", 180, 20, 40)
+    assert oldest["win_rate"] == pytest.approx(90.5 / 101) and equal["win_rate"] == 0.5
+    assert equal["rating"] == pytest.approx(0.0, abs=1e-6), "as strong as the policy"
+    assert oldest["rating"] is not None and -450 < oldest["rating"] < -250, "nine of ten games lost: about -380"
+    assert oldest["rating_error"] is not None and 0 < oldest["rating_error"] < 100
+    assert (new["win_rate"], new["rating"], new["rating_error"]) == (None, None, None), "no game yet"
+
+
+def test_records_of_earlier_versions_have_members_without_results() -> None:
+    old = msgspec.json.decode(b'{"members": ["0.0"], "win_rates": {"0.0": 0.5}}', type=PoolRecord)
+    (member,) = member_results(old)
+    assert (member["version"], member["won"], member["win_rate"], member["rating"]) == ("0.0", 0, None, None)
