@@ -7,13 +7,13 @@ ready --release--> gone
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from opentinker.services.reference_forward.required_models import ModelKey
+from opentinker.services.reference_forward.required_models import REFERENCE, ModelKey
 from opentinker.shared.messaging.bus import Delivery
 from opentinker.shared.types.trajectories import Group
 
@@ -30,7 +30,7 @@ class QueuedGroup:
 
     delivery: Delivery[Group]
     group: Group
-    """The group to score: the trajectories of the job's policy."""
+    """The group to score: the trajectories of the job's policy, or of those of its policies that have a reference."""
     temperature: float
     needs: dict[ModelKey, list[str]]
     """The remaining work: roles by model."""
@@ -39,7 +39,11 @@ class QueuedGroup:
     results: dict[str, list[Any]] = field(default_factory=dict)
     """Results so far: by role, one per trajectory."""
     whole: Group | None = None
-    """With the trajectories of frozen checkpoints, where there are any."""
+    """With the trajectories that are not scored, where there are any."""
+    players: Container[str] = ("",)
+    """Policies whose trajectories are scored; the empty name is that of a job's one policy."""
+    places: dict[ModelKey, list[int]] = field(default_factory=dict)
+    """Trajectories that a model scores, by their places in the group; all where it has no entry."""
 
     @property
     def tokens(self) -> int:
@@ -47,17 +51,40 @@ class QueuedGroup:
         return sum(len(t.mask_T) for t in self.group.trajectories)
 
     def select_own(self) -> None:
-        """Leave the trajectories of frozen checkpoints unscored."""
-        own = [t for t in self.group.trajectories if not t.policy]
+        """Leave the trajectories of other players unscored, such as frozen checkpoints."""
+        own = [t for t in self.group.trajectories if t.policy in self.players]
         if len(own) < len(self.group.trajectories):
             self.whole, self.group = self.group, msgspec.structs.replace(self.group, trajectories=own)
+
+    def select_policies(self, references: Mapping[ModelKey, Sequence[str]]) -> None:
+        """Score the trajectories of each of these policies with the model that is its reference."""
+        self.players = {policy for policies in references.values() for policy in policies}
+        self.select_own()
+        rows = list(enumerate(self.group.trajectories))
+        places = {key: [place for place, t in rows if t.policy in policies] for key, policies in references.items()}
+        self.places = {key: found for key, found in places.items() if found}
+        self.needs = {key: [REFERENCE] for key in self.places}
+
+    def part(self, key: ModelKey) -> Group:
+        """Return the group with the trajectories that a model scores."""
+        if key not in self.places:
+            return self.group
+        rows = [self.group.trajectories[place] for place in self.places[key]]
+        return msgspec.structs.replace(self.group, trajectories=rows)
+
+    def add(self, key: ModelKey, results: list[Any]) -> None:
+        """Keep a model's results, one per trajectory of its part."""
+        for role in self.needs.pop(key):
+            found = self.results.setdefault(role, [None] * len(self.group.trajectories))
+            for place, result in zip(self.places.get(key, range(len(results))), results, strict=True):
+                found[place] = result
 
     def put_back(self, scored: Group) -> Group:
         """Return the whole group with scored trajectories in their places."""
         if self.whole is None:
             return scored
         own = iter(scored.trajectories)
-        trajectories = [t if t.policy else next(own) for t in self.whole.trajectories]
+        trajectories = [next(own) if t.policy in self.players else t for t in self.whole.trajectories]
         return msgspec.structs.replace(scored, trajectories=trajectories)
 
 
@@ -109,8 +136,7 @@ class GroupQueue:
 
     def complete(self, key: ModelKey, work: QueuedGroup, results: list[Any]) -> bool:
         """Record a model's results. Returns True if the group needs nothing more."""
-        for role in work.needs.pop(key):
-            work.results[role] = results
+        work.add(key, results)
         return not work.needs
 
     def drop(self, jobs: Container[str]) -> list[QueuedGroup]:

@@ -8,6 +8,8 @@ from typing import Literal
 import msgspec
 
 from opentinker.shared.spec import JobSpec
+from opentinker.shared.spec.policies import spec_of
+from opentinker.shared.types.manifest import start_of
 
 REFERENCE = "reference"
 """Role: log-probabilities of the model that the policy started from."""
@@ -38,8 +40,19 @@ class ModelKey(msgspec.Struct, frozen=True):
     """For a reward model: the label whose probability is the score."""
 
 
+def find_references(spec: JobSpec, data_dir: Path, job: str) -> dict[ModelKey, list[str]]:
+    """Return the policies of a job with [policies] that have a reference, by that model. They have no other role."""
+    found: dict[ModelKey, list[str]] = {}
+    for name in spec.policies:
+        own = spec_of(spec, name)
+        if own.algorithm.kl_coef > 0:
+            found.setdefault(_reference(own, start_of(data_dir, job, name)), []).append(name)
+    return found
+
+
 def find_required_models(spec: JobSpec, start: Path) -> dict[ModelKey, list[str]]:
-    """Return roles by model. `start`: directory of the checkpoint that the job starts from, if it names one."""
+    """Return roles by model, in a job without [policies]. `start`: directory of the checkpoint that the job starts
+    from, if it names one."""
     found: dict[ModelKey, list[str]] = {}
     if spec.algorithm.kl_coef > 0:
         found.setdefault(_reference(spec, start), []).append(REFERENCE)

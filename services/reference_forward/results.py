@@ -16,8 +16,8 @@ FIELDS = {REFERENCE: "ref_logprobs_T", TEACHER: "teacher_logprobs_T"}
 
 
 def add_results(group: Group, found: dict[str, list[Any]], weights: dict[str, float]) -> Group:
-    """Return the group with the results of its models. `found`: by role, one result per trajectory; fields of other
-    roles stay unchanged. `weights`: weights of the reward models, by name.
+    """Return the group with the results of its models. `found`: by role, one result per trajectory (None of one that no
+    model has scored); fields of other roles stay unchanged. `weights`: weights of the reward models, by name.
 
     Conversations are removed: the trainer does not need them.
     """
@@ -25,7 +25,7 @@ def add_results(group: Group, found: dict[str, list[Any]], weights: dict[str, fl
     for role, name in FIELDS.items():
         if role in found:
             trajectories = [
-                msgspec.structs.replace(t, **{name: _bytes(found_T)})
+                t if found_T is None else msgspec.structs.replace(t, **{name: _bytes(found_T)})
                 for t, found_T in zip(trajectories, found[role], strict=True)
             ]
     if VALUES in found:

@@ -31,7 +31,7 @@ import structlog
 from opentinker.services.reference_forward.group_queue import PREFETCH, GroupQueue, QueuedGroup
 from opentinker.services.reference_forward.model_cache import ModelCache
 from opentinker.services.reference_forward.model_loader import MODEL_ERRORS, ModelLoader, describe_error
-from opentinker.services.reference_forward.required_models import ModelKey, find_required_models
+from opentinker.services.reference_forward.required_models import ModelKey, find_references, find_required_models
 from opentinker.services.reference_forward.results import add_results
 from opentinker.shared.asyncio_tools import Notifier, sleep, wait_event
 from opentinker.shared.data.readable_paths import check_opened
@@ -217,8 +217,12 @@ class ReferenceForward:
             await check_opened(self.ctx.store, self.ctx.settings, work.group.job)
             self._checked.add(work.group.job)
         await asyncio.to_thread((await self.loader.get_scorer()).check, spec)
-        work.select_own()
-        work.temperature, work.needs = spec.rollout.temperature, find_required_models(spec, start)
+        work.temperature = spec.rollout.temperature
+        if spec.policies:
+            work.select_policies(find_references(spec, self.ctx.settings.data_dir, work.group.job))
+        else:
+            work.select_own()
+            work.needs = find_required_models(spec, start)
         work.weights = {judge.name: judge.weight for judge in spec.reward_models}
         return True
 
@@ -242,7 +246,7 @@ class ReferenceForward:
     async def _forward(self, key: ModelKey, model: Any, works: list[QueuedGroup]) -> None:
         """Run one pass. If it fails, score the groups one by one, so that only the job at fault fails."""
         scorer = await self.loader.get_scorer()
-        groups, temperatures = [work.group for work in works], [work.temperature for work in works]
+        groups, temperatures = [work.part(key) for work in works], [work.temperature for work in works]
         before, began = scorer.computed, time.time()
         try:
             results = await asyncio.to_thread(scorer.score, model, groups, temperatures)

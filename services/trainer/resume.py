@@ -64,7 +64,7 @@ async def _find_checkpoint(reporter: JobReporter) -> tuple[Path, Manifest] | Non
 
 def _load_start(reporter: JobReporter, start: StartSpec) -> None:
     """Load the other job's checkpoint, which the scheduler has linked into the job's directory. Blocking."""
-    directory = start_of(reporter.ctx.settings.data_dir, reporter.lease.job)
+    directory = start_of(reporter.ctx.settings.data_dir, reporter.lease.job, reporter.policy)
     try:
         checkpoint.read_intact(directory)
     except JobFailed as error:

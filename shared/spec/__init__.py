@@ -88,7 +88,7 @@ SIMULATED_IGNORES = {
 """By part of the spec. Groups are still dropped for equal rewards, and scored by reference-forward."""
 RL_PARTS = {"environment", "algorithm", "rollout", "teacher", "validation", "reward_models", "value_model", "train"}
 RL_PARTS |= {"policies", "seats", "match", "pools"}
-OF_POLICIES = ("model.", "algorithm.", "train.", "trainer_ranks")
+OF_POLICIES = ("model.", "algorithm.", "train.", "trainer_ranks", "start.")
 """Settings in which a policy may differ from the job."""
 PARTS_OF = {
     "rl": RL_PARTS,

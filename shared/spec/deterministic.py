@@ -75,8 +75,9 @@ def _in_sampling(spec: JobSpec) -> Broken:
 
 
 def _in_reference_forward(spec: JobSpec) -> Broken:
+    own = [(f"policies.{name}.algorithm.kl_coef", one.algorithm.kl_coef, "0") for name, one in spec.policies.items()]
     used = (
-        ("algorithm.kl_coef", spec.algorithm.kl_coef, "0"),
+        *(own or [("algorithm.kl_coef", spec.algorithm.kl_coef, "0")]),
         ("reward_models", [judge.name for judge in spec.reward_models], "none"),
         ("value_model", None if spec.value_model is None else spec.value_model.base, "none"),
         ("algorithm.distill_coef", spec.algorithm.distill_coef, "0"),

@@ -58,8 +58,9 @@ TRAINS_CRITIC = ("critic_lr", "value_clip")
 def is_scored(plain: dict[str, Any]) -> bool:
     """Return whether reference-forward stands between rollout workers and trainer. `plain`: a validated spec as
     data."""
-    algorithm = plain.get("algorithm") or {}
-    asked = algorithm.get("kl_coef") or algorithm.get("distill_coef")
+    policies = (plain.get("policies") or {}).values()
+    tables = [policy["algorithm"] for policy in policies] or [plain.get("algorithm") or {}]
+    asked = any(algorithm.get("kl_coef") or algorithm.get("distill_coef") for algorithm in tables)
     return bool(asked or plain.get("reward_models") or plain.get("value_model"))
 
 

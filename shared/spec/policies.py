@@ -13,6 +13,7 @@ from opentinker.shared.spec.model import ModelSpec
 from opentinker.shared.spec.pools import settle_pools
 from opentinker.shared.spec.schedules import DEFAULT_GROWTH, ScheduleName, settle_schedule, steps_may_differ
 from opentinker.shared.spec.seats import MAX_POLICIES, all_players, seat_mistakes
+from opentinker.shared.spec.start import StartSpec
 from opentinker.shared.spec.train import TrainSpec
 from opentinker.shared.types.core import POLICY_TABLES
 from opentinker.shared.types.mistakes import Mistake, fill, mistake, mistakes_of
@@ -30,10 +31,6 @@ SAME_FOR_ALL = (
     ("train", "deterministic", ": policies play the same matches"),
 )
 """Table, setting and reason of what a policy must have as the job has it."""
-NEEDS_ONE_POLICY = (
-    ("kl_coef", "reference-forward serves one reference model per job"),
-    ("distill_coef", "there is no teacher"),
-)
 # fmt: off
 OWN_METRICS = frozenset({
     "alarm", "collapse", "critic", "drift", "dropped", "ending", "env", "failed", "histogram", "jobs", "logprobs",
@@ -58,6 +55,9 @@ class PolicySpec(SpecPart):
     """[train] of this policy."""
     trainer_ranks: Ranks | None = None
     """Ranks of this policy alone; default: resources.trainer_ranks."""
+    start: StartSpec | None = None
+    """Checkpoint that this policy starts from, e.g. of the policy with its name in an earlier job,
+    `from = "JOB~NAME@latest"`. Without it the policy starts from its model.base."""
 
     STAND_INS = {"model": {"base": "x"}}
 
@@ -154,7 +154,8 @@ def spec_of(spec: JobSpec, policy: str) -> JobSpec:
     own = spec.policies[policy]
     ranks = own.trainer_ranks or spec.resources.ranks
     tables = {table: getattr(own, table) for table in INHERITED}
-    return spec.model_copy(update={**tables, "resources": spec.resources.model_copy(update={"trainer_ranks": ranks})})
+    resources = spec.resources.model_copy(update={"trainer_ranks": ranks})
+    return spec.model_copy(update={**tables, "resources": resources, "start": own.start})
 
 
 def frozen_spec_of(spec: JobSpec, checkpoint: str) -> JobSpec:
@@ -188,6 +189,9 @@ def settle_policies(spec: JobSpec) -> list[Mistake]:
 def _policy_mistakes(spec: JobSpec, name: str, policy: PolicySpec) -> list[Mistake]:
     at, batch = f"policies.{name}", policy.algorithm.groups_per_batch
     found = []
+    if policy.start is not None and policy.start.live:
+        problem = "does not apply to a policy: it cannot follow a live one; take @latest"
+        found.append(mistake(f"{at}.start.from", policy.start.checkpoint, problem))
     for table, field, why in SAME_FOR_ALL:
         own, job = (getattr(getattr(part, table), field) for part in (policy, spec))
         if own != job:
@@ -199,26 +203,28 @@ def _policy_mistakes(spec: JobSpec, name: str, policy: PolicySpec) -> list[Mista
             f"(not with match.schedule = 'drop', 'grow' or 'alternate')"
         )
         found.append(mistake(f"{at}.train.steps", policy.train.steps, problem))
-    for field, why in NEEDS_ONE_POLICY:
-        if value := getattr(policy.algorithm, field):
-            problem = f"must be 0 in a job with several policies: {why}"
-            found.append(mistake(f"{at}.algorithm.{field}", value, problem))
+    if value := policy.algorithm.distill_coef:
+        problem = "must be 0 in a job with several policies: there is no teacher"
+        found.append(mistake(f"{at}.algorithm.distill_coef", value, problem))
     return found
 
 
 def _absent_parts(spec: JobSpec) -> list[Mistake]:
     """Return parts of the job that only a single policy can have."""
     by = "does not apply to a job with several policies"
+    found = []
+    if spec.start is not None:
+        name = next(iter(spec.policies))
+        problem = f'{by}: each has its own, e.g. [policies.{name}.start] from = "JOB~{name}@latest"'
+        found.append(mistake("start", spec.start.checkpoint, problem))
     parts = {
-        "start": spec.start and spec.start.checkpoint,
         "teacher": spec.teacher and spec.teacher.base,
         "value_model": spec.value_model and spec.value_model.base,
         "reward_models": [model.base for model in spec.reward_models] or None,
-        "algorithm.kl_coef": spec.algorithm.kl_coef or None,
         "algorithm.distill_coef": spec.algorithm.distill_coef or None,
         "rollout.sleep": spec.rollout.sleep if spec.rollout.sleep == "always" else None,
     }
-    return [mistake(part, value, by) for part, value in parts.items() if value is not None]
+    return found + [mistake(part, value, by) for part, value in parts.items() if value is not None]
 
 
 def taken_names(policies: Iterable[str]) -> list[Mistake]:

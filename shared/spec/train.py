@@ -207,7 +207,11 @@ def _policy_ranks(spec: JobSpec) -> list[dict[str, Any]]:
     found: list[tuple[str, Any, str]] = []
     gpus, several = spec.resources.trainer_gpus, len(spec.policies) > 1
     if several and gpus > 1:
-        problem = "must be 0 or 1 in a job with several policies: with GPUs, each has one rank, on the first GPU"
+        problem = (
+            "must be 0 or 1 in a job with several policies, which share the trainer's first GPU, with one rank each: "
+            "write trainer_gpus = 1; or trainer_gpus = 0 and trainer_ranks, which a policy may have of its own, for "
+            "several ranks each on CPUs"
+        )
         found.append(("resources.trainer_gpus", gpus, problem))
     for name, own in spec.policies.items():
         if gpus and own.trainer_ranks not in (None, spec.resources.ranks):

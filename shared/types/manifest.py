@@ -106,9 +106,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return self.epoch, self.step
 
 
-def start_of(data_dir: Path, job: str) -> Path:
-    """Return the directory of the checkpoint that a job starts from, from submission to the end of the job."""
-    return data_dir / "jobs" / job / START
+def start_of(data_dir: Path, job: str, policy: str = "") -> Path:
+    """Return the directory of the checkpoint that a job, or one of its policies, starts from, from submission to the
+    end of the job."""
+    home = data_dir / "jobs" / job / START
+    return home / "policies" / policy if policy else home
 
 
 def adapter_of(data_dir: Path, job: str, name: str) -> Path:

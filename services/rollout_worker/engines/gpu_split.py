@@ -180,7 +180,8 @@ def neighbours(spec: JobSpec, job: str, gpu: Gpu, workers: list[WorkerInfo], use
             step, rest = step + memory.total, rest + memory.weights + memory.moments + 2 * memory.snapshot
         step, rest = step + CONTEXT_BYTES, rest + CONTEXT_BYTES
     if any(w.pool == Pool.REFERENCE for w in here):
-        frozen = [(spec.model.base, spec.model.dtype)] if spec.algorithm.kl_coef > 0 else []
+        owns = [spec_of(spec, name) for name in spec.policies or ("",)]
+        frozen = list({(own.model.base, own.model.dtype) for own in owns if own.algorithm.kl_coef > 0})
         frozen += [(one.base, one.dtype) for one in (spec.teacher, spec.value_model) if one is not None]
         frozen += [(one.base, one.dtype) for one in spec.reward_models]
         held = sum(weight_bytes(*model) for model in frozen) + CONTEXT_BYTES if frozen else 0

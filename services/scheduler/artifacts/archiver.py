@@ -373,7 +373,8 @@ def used_by(active: Iterable[JobRecord]) -> dict[str, set[int]]:
     found: dict[str, set[int]] = {}
     for job in active:
         start, serving = job.spec.get("start") or {}, job.spec.get("serving") or {}
-        names = [named.get("from", "") for named in (start, *serving.get("adapters", []))]
+        starts = [policy.get("start") or {} for policy in job.spec.get("policies", {}).values()]
+        names = [named.get("from", "") for named in (start, *starts, *serving.get("adapters", []))]
         players = [*job.spec.get("seats", {}).values(), *(job.spec.get("validation") or {}).get("against", [])]
         names += [player.get("frozen") or "" for player in players]
         for name in names:

@@ -7,7 +7,9 @@ import hashlib
 import secrets
 import string
 import time
+from collections.abc import Mapping
 from functools import partial
+from itertools import islice
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -31,6 +33,8 @@ from opentinker.shared.data.readable_paths import readable_by
 from opentinker.shared.messaging.subjects import WAKE
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec, StartSpec, parse_spec
+from opentinker.shared.spec.policies import spec_of
+from opentinker.shared.spec.seats import MAX_POLICIES
 from opentinker.shared.state.notifications import Notifications
 from opentinker.shared.state.redis_script import UNFENCED
 from opentinker.shared.types.errors import Conflict, SpecError
@@ -46,6 +50,8 @@ class Found(NamedTuple):
 
     asked: check_environment.EnvironmentCheck = check_environment.EnvironmentCheck()
     chosen: starting.SourceCheckpoint | None = None
+    of_policies: Mapping[str, starting.SourceCheckpoint] = MappingProxyType({})
+    """Checkpoints that policies start from."""
     adapters: check_adapters.Found = ()
     players: check_seats.Found = MappingProxyType({})
 
@@ -154,6 +160,10 @@ async def _keep_references(ctx: Context, plain: dict[str, Any], found: Found, te
     if chosen is not None:
         plain |= await on_disk(ctx, _started, plain, chosen)
         references.append(kept_checkpoints.Reference("start.from", chosen, start_of(data_dir, new)))
+    for name, source in found.of_policies.items():
+        plain["policies"][name]["start"]["from"] = source.name
+        kept = start_of(data_dir, new, name)
+        references.append(kept_checkpoints.Reference(f"policies.{name}.start.from", source, kept))
     for number, (name, adapter) in enumerate(found.adapters):
         plain["serving"]["adapters"][number]["from"] = adapter.name
         kept = adapter_of(data_dir, new, name)
@@ -201,16 +211,19 @@ async def _check_references(ctx: Context, data: Any, spec: JobSpec | None, tenan
             families = tasks.create_task(check_model.check_model(ctx, spec))
             gpus = tasks.create_task(check_gpus(ctx, spec))
             starts = tasks.create_task(_check_start(ctx, _start(data, spec), spec, tenant))
+            others = tasks.create_task(_check_policies(ctx, data, spec, tenant))
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
     asked, files, (wrong_start, chosen) = asking.result(), looking.result(), starts.result()
+    wrong_policies, of_policies = others.result()
     wrong_adapters, beside = await check_adapters.check_adapters(ctx, data, spec, files.base, tenant)
     wrong_seats, frozen = await check_seats.check_frozen_seats(ctx, data, spec, tenant)
     mistakes += await check_seats.check_url_seats(ctx, data, spec, tenant)
     mistakes += await check_notify(ctx.settings, spec)
     mistakes += _check_priority(ctx, spec, tenant) + families.result() + gpus.result()
-    mistakes += asked.mistakes + files.model + wrong_start + wrong_adapters + wrong_seats + files.frozen + files.data
-    return Found(asked, chosen, beside, frozen)
+    mistakes += asked.mistakes + files.model + wrong_start + wrong_policies + wrong_adapters + wrong_seats
+    mistakes += files.frozen + files.data
+    return Found(asked, chosen, of_policies, beside, frozen)
 
 
 class Files(NamedTuple):
@@ -286,6 +299,28 @@ async def _check_start(
     base = await on_disk(ctx, check_model.resolved_base, spec.model.base)
     wrong = await on_disk(ctx, starting.mistakes_in, found, spec, base)
     return [{**one, "value": start.checkpoint} for one in wrong], found
+
+
+async def _check_policies(
+    ctx: Context, data: Any, spec: JobSpec | None, tenant: str
+) -> tuple[Mistakes, dict[str, starting.SourceCheckpoint]]:
+    """The checkpoints that policies start from. `data`: the spec as it was sent."""
+    if spec is None:
+        listed = written(data, "policies")
+        named = list(islice((listed if isinstance(listed, dict) else {}).items(), MAX_POLICIES))
+        starts = right_parts(StartSpec, {name: written(policy, "start") for name, policy in named})
+    else:
+        starts = {name: own.start for name, own in spec.policies.items() if own.start is not None}
+    mistakes: Mistakes = []
+    found: dict[str, starting.SourceCheckpoint] = {}
+    for name, start in starts.items():
+        if start.live:  # the spec is wrong
+            continue
+        wrong, chosen = await _check_start(ctx, start, None if spec is None else spec_of(spec, name), tenant)
+        mistakes += [{**one, "field": f"policies.{name}.{one['field']}"} for one in wrong]
+        if chosen is not None:
+            found[name] = chosen
+    return mistakes, found
 
 
 def _base(data: Any, spec: JobSpec | None) -> str | None:

@@ -91,6 +91,25 @@ async def test_evaluations_of_a_training_job_are_played_against_the_checkpoint_t
     assert [line["step"] for line in evaluated] == [0, 3, 6]
 
 
+async def test_each_policy_continues_from_its_own_checkpoint(toys: Toys) -> None:
+    cluster, model = toys
+    seats = {"speaker": "speaker", "listener": "listener"}
+    first = await cluster.run(toy_game(model, policies={"speaker": {}, "listener": {}}, seats=seats))
+    starts = {name: {"start": {"from": f"{part_id(first, name)}@latest"}} for name in seats}
+    spec = toy_game(model, policies=starts, seats=seats)
+    job = await cluster.submit(spec)
+    for name in seats:
+        shutil.rmtree(cluster.data / "jobs" / part_id(first, name))
+    await cluster.succeeds(job)
+    for name in seats:
+        await cluster.trained(job, spec, name)
+    loaded = [event for event in await cluster.store.events(job) if event["event"] == "model_loaded"]
+    assert sorted((event["policy"], event["from"], event["step"]) for event in loaded) == [
+        (name, f"{part_id(first, name)}@6", 0) for name in sorted(seats)
+    ]
+    await until(lambda: not start_of(cluster.data, job).exists())
+
+
 async def test_policies_are_evaluated_and_rated_against_a_checkpoint_that_plays_no_seat(toys: Toys) -> None:
     """Neither side of the penny is ever named by a toy engine, so all games are drawn."""
     cluster, model = toys

@@ -33,6 +33,7 @@ from opentinker.shared.messaging.subjects import GROUP, SCORE
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobState, WeightVersion
+from opentinker.shared.types.manifest import start_of
 from opentinker.shared.types.trajectories import Group
 from tests.conftest import WAIT_S, Server, soon, until
 from tests.support.factories import make_trajectory
@@ -170,6 +171,50 @@ async def test_what_a_frozen_checkpoint_said_passes_through_unscored(bus: Bus, s
         await passed(bus, job, 1)
     found = (await bus.stored(GROUP, job=job))[0].trajectories
     assert found[1] == theirs and all((t.ref_logprobs is None) == (t is found[1]) for t in found)
+
+
+async def test_each_policy_is_scored_by_the_model_that_it_started_from(
+    bus: Bus, store: Store, tiny: Path, tmp_path: Path
+) -> None:
+    learner = loaded(RlLearner(torch_spec(tiny)))
+    for step in range(3):
+        learner.step(random_groups(step), WeightVersion(1, step))
+    kl, none = {"algorithm": {"kl_coef": 0.1}}, {"algorithm": {"kl_coef": 0.0}}
+    policies = {"fresh": kl, "free": none, "continued": {**kl, "start": {"from": "j-0123456789@3"}}}
+    seats = {name: name for name in policies}
+    job = await add_job(store, str(tiny), {"policies": policies, "seats": seats})
+    start = start_of(tmp_path, job, "continued")
+    start.mkdir(parents=True)
+    learner.save(start)
+    (group,) = of_job(job, 1)
+    named = [*policies, "j-9876543210@5"]
+    rows = [msgspec.structs.replace(t, policy=name) for t, name in zip(group.trajectories, named, strict=True)]
+    await send(bus, msgspec.structs.replace(group, trajectories=rows))
+    async with running(bus, store, data_dir=tmp_path):
+        await passed(bus, job, 1)
+    fresh, free, continued, frozen = (await bus.stored(GROUP, job=job))[0].trajectories
+    assert (free, frozen) == (rows[1], rows[3]), "what has no reference passes through unscored"
+    scorer = Scorer()
+    for row, base in ((fresh, tiny), (continued, start)):
+        alone = msgspec.structs.replace(group, trajectories=[row])
+        (((expected_T,),),) = [scorer.score(scorer.load(ModelKey(str(base), "float32")), [alone], [1.0])]
+        assert row.ref_logprobs is not None
+        np.testing.assert_allclose(row.ref_logprobs, expected_T, atol=1e-5)
+    (((other_T,),),) = [scorer.score(scorer.load(ModelKey(str(tiny), "float32")), [alone], [1.0])]
+    assert np.abs(continued.ref_logprobs - other_T).max() > 1e-3, "the references differ"
+
+
+async def test_a_match_without_a_policy_that_has_a_reference_passes_through(bus: Bus, store: Store, tiny: Path) -> None:
+    policies: dict[str, Any] = {"a": {"algorithm": {"kl_coef": 0.1}}, "b": {"algorithm": {"kl_coef": 0.0}}}
+    job = await add_job(store, str(tiny), {"policies": policies, "seats": {"a": "a", "b": "b"}})
+    (group,) = of_job(job, 1)
+    whole = msgspec.structs.replace(
+        group, trajectories=[msgspec.structs.replace(t, policy="b") for t in group.trajectories]
+    )
+    await send(bus, whole)
+    async with running(bus, store):
+        await passed(bus, job, 1)
+    assert (await bus.stored(GROUP, job=job))[0].trajectories == whole.trajectories
 
 
 async def test_an_unusable_reference_fails_the_job_with_the_reason(bus: Bus, store: Store, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from opentinker.shared.spec import parse_spec
 from opentinker.shared.spec.algorithm_parts import GROUP_BASELINES
+from opentinker.shared.spec.frozen_models import is_scored
 from opentinker.shared.spec.policies import OWN_METRICS, spec_of, with_job_settings
 from opentinker.shared.spec.schedules import Rule, kept_groups, max_opponent_lag, rule_of
 from opentinker.shared.spec.seats import MAX_POLICIES
@@ -29,6 +30,24 @@ def test_policies_have_the_job_s_settings_where_they_say_nothing() -> None:
     own = listener.algorithm
     assert (own.name, own.clip_high, own.group_size) == ("rloo", 0.2, 4), "options of another preset are not inherited"
     assert spec_of(spec, "") is spec
+    assert parse_spec(spec.model_dump(mode="json")) == spec
+
+
+def test_a_job_is_scored_if_a_policy_of_it_has_a_reference() -> None:
+    def scored(job: float, **policies: float) -> bool:
+        tables = {name: {"algorithm": {"kl_coef": kl}} for name, kl in policies.items()}
+        algorithm = {**BASE["algorithm"], "kl_coef": job}
+        return is_scored(parse_spec({**BASE, "algorithm": algorithm, "policies": tables}).model_dump(mode="json"))
+
+    assert scored(0.0, speaker=0.0, listener=0.1) and not scored(0.0, speaker=0.0, listener=0.0)
+    assert not scored(0.1, speaker=0.0, listener=0.0), "no policy has the job's setting"
+    assert is_scored({"algorithm": {"kl_coef": 0.1}}) and not is_scored({})
+
+
+def test_a_policy_starts_from_a_checkpoint_of_its_own() -> None:
+    spec = parse_spec({**BASE, "policies": {"speaker": {"start": {"from": "j-0123456789~a@5"}}, "listener": {}}})
+    starts = [spec_of(spec, name).start for name in spec.policies]
+    assert starts[0] is not None and starts[0].checkpoint == "j-0123456789~a@5" and starts[1] is None
     assert parse_spec(spec.model_dump(mode="json")) == spec
 
 
@@ -79,7 +98,15 @@ def test_every_mistake_is_reported_at_once() -> None:
             "policies.speaker.train.deterministic",
             "must be the job's, false",
         ),
-        ({"algorithm": {"group_size": 4, "kl_coef": 0.1}}, "algorithm.kl_coef", "several policies"),
+        ({"algorithm": {"group_size": 4, "name": "distill"}}, "policies.speaker.algorithm.distill_coef", "no teacher"),
+        (
+            {
+                "train": {"steps": 1, "deterministic": True},
+                "policies": {"speaker": {"algorithm": {"kl_coef": 0.1}}, "listener": {}},
+            },
+            "policies.speaker.algorithm.kl_coef",
+            "reference-forward computes what comes together",
+        ),
         ({"rollout": {"sleep": "always"}}, "rollout.sleep", "several policies"),
         (
             {"match": {"rotate": True}, "algorithm": {"group_size": 3}},
@@ -102,7 +129,29 @@ def test_every_mistake_is_reported_at_once() -> None:
             "must be 3 or more: policy 'listener' makes 4 steps",
         ),
         ({"policies": {}, "kind": "rl"}, "seats.speaker", "has no"),
-        ({"start": {"from": "j-0123456789@5"}}, "start", "does not apply"),
+        (
+            {"start": {"from": "j-0123456789@5"}},
+            "start",
+            r'does not apply .* \[policies.speaker.start\] from = "JOB~speaker@latest"',
+        ),
+        (
+            {"policies": {"speaker": {"start": {"from": "j-0123456789@live"}}, "listener": {}}},
+            "policies.speaker.start.from",
+            "take @latest",
+        ),
+        (
+            {"policies": {"speaker": {"start": {"from": "nowhere?"}}, "listener": {}}},
+            "policies.speaker.start.from",
+            "JOB@STEP",
+        ),
+        (
+            {
+                "train": {"steps": 10, "learner": "simulated"},
+                "policies": {"speaker": {"start": {"from": "j-0123456789@5", "optimizer": True}}, "listener": {}},
+            },
+            "policies.speaker.start.optimizer",
+            "does not apply to train.learner",
+        ),
         ({"seats": {"speaker": "speaker", "listener": {"frozen": "yesterday's"}}}, "seats.listener.frozen", "JOB@STEP"),
         (
             {"seats": {"speaker": "speaker", "listener": {"frozen": "j-0123456789@live"}}},
@@ -272,7 +321,11 @@ def test_each_policy_has_ranks_of_its_own_or_those_of_the_job() -> None:
 @pytest.mark.parametrize(
     ("changes", "field", "problem"),
     [
-        ({"resources": {"trainer_gpus": 2}}, "resources.trainer_gpus", "each has one rank"),
+        (
+            {"resources": {"trainer_gpus": 2}},
+            "resources.trainer_gpus",
+            "write trainer_gpus = 1; or trainer_gpus = 0",
+        ),
         (
             {"resources": {"trainer_gpus": 1}, "policies": {"speaker": {"trainer_ranks": 2}, "listener": {}}},
             "policies.speaker.trainer_ranks",
