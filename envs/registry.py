@@ -49,6 +49,7 @@ BUILT_IN = {
     "openenv": "opentinker.envs.adapters.openenv:OpenEnv",
     "ors": "opentinker.envs.adapters.ors:Ors",
     "phone_page": "opentinker.envs.phones.page:PhonePage",
+    "proposed_sums": "opentinker.envs.builtin.proposed_sums:ProposedSums",
     "signalling": "opentinker.envs.builtin.signalling:Signalling",
     "tictactoe": "opentinker.envs.builtin.tictactoe:TicTacToe",
     "tool_calc": "opentinker.envs.builtin.tool_calc:ToolCalc",

@@ -37,7 +37,7 @@ SAMPLES = "tests.samples.tree_samples"
 CLIMB = f"{SAMPLES}:Climb"
 FORK = {
     *("bandit", "copy_digits", "debate", "gomoku", "guess_number", "kuhn_poker", "matching_pennies", "signalling"),
-    "tictactoe",
+    *("proposed_sums", "tictactoe"),
 }
 
 

@@ -1,0 +1,56 @@
+"""A proposer writes an addition and solvers answer it: who is asked what, and what each earns."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+
+from opentinker.shared.spec import parse_spec
+from opentinker.shared.spec.seats import SeatTable, mistakes_in_seats
+from tests.support.playing import sit
+
+SOLVERS = ("solver_1", "solver_2", "solver_3", "solver_4")
+table = partial(sit, "proposed_sums")
+
+
+@pytest.mark.parametrize(("right", "paid"), [(0, 0.0), (1, 0.75), (2, 1.0), (3, 0.75), (4, 0.0)])
+async def test_the_proposer_earns_most_where_half_of_the_solvers_are_right(right: int, paid: float) -> None:
+    game = await table()
+    assert game.seat == "proposer" and "at most 4 digits" in game.prompt
+    await game.say("Let us try 12 + 34, please.")
+    assert tuple(game.prompts) == SOLVERS
+    assert {prompt.messages[-1].text for prompt in game.prompts.values()} == {"12 + 34 ="}
+    answers = ["10 + 36 is 46"] * right + ["47", "46 or 45", "no idea", "460"][: 4 - right]
+    step = await game.say_all(*answers)
+    assert step.done and step.metrics == {"valid": 1.0, "solved": right / 4, "digits": 2.0}
+    assert game.totals == {"proposer": paid, **{seat: float(n < right) for n, seat in enumerate(SOLVERS)}}
+
+
+@pytest.mark.parametrize("text", ["", "12 * 34", "12345 + 1", "1 + 12345", "+ 3", "12 + x", "١٢ + ١"])
+async def test_what_is_no_addition_ends_the_match_without_solvers(text: str) -> None:
+    game = await table()
+    step = await game.say(text)
+    assert step.done and step.metrics == {"valid": 0.0} and game.totals == dict.fromkeys(("proposer", *SOLVERS), 0.0)
+
+
+async def test_settings_decide_seats_and_sizes() -> None:
+    game = await table(solvers=2, digits=1)
+    assert game.environment.seats == ("proposer", "solver_1", "solver_2") and "at most 1 digits" in game.prompt
+    assert (await game.say("12 + 3")).done
+    rows = {(await table(row)).prompt for row in range(20)}
+    assert len(rows) > 10, "groups differ"
+    assert (await table(3)).prompt == (await table(3)).prompt
+
+
+async def test_a_job_trains_a_proposer_and_solvers_that_are_compared_within_a_match() -> None:
+    job: dict[str, Any] = {
+        "name": "sums",
+        "model": {"base": "m"},
+        "environment": {"name": "proposed_sums"},
+        "train": {"steps": 10},
+        "policies": {"proposer": {}, "solver": {"algorithm": {"episode_peers": {"solvers": ["solver_*"]}}}},
+        "seats": {"proposer": "proposer", "solver_*": "solver"},
+    }
+    assert mistakes_in_seats(SeatTable.of(parse_spec(job)), (await table()).environment.seats) == []
