@@ -2,6 +2,8 @@
 
     python -m examples.record_curves bandit copy_digits ...
 
+    python -m examples.record_curves --steps 20 gsm8k_smollm2_lora
+
 Their models must be there: the first lines of each example say how to make them. A sweep's curve is its best value so
 far, trial by trial. Policies that play each other earn the same on average whatever they learn: the curve of such a job
 is of its evaluations, and Kuhn poker's of the distance from an equilibrium. An example without a curve has a `note`
@@ -45,17 +47,18 @@ EVALUATED = {
 WORKERS = {"env-workers": 1, "rollout-workers": 1, "reference": 0}
 
 
-def recorded(name: str) -> dict[str, Any]:
-    """Run an example and return its curve. Raises CalledProcessError, ValueError, OpenTinkerError."""
+def recorded(name: str, steps: int | None) -> dict[str, Any]:
+    """Run an example, or its first steps, and return its curve. Raises CalledProcessError, ValueError, OpenTinkerError."""
     file = HERE / f"{name}.toml"
     spec = tomllib.loads(file.read_text())
     with tempfile.TemporaryDirectory(prefix="opentinker-") as place:
-        return _of_sweep(file, spec, Path(place)) if "sweep" in spec else _of_job(file, place)
+        return _of_sweep(file, spec, Path(place)) if "sweep" in spec else _of_job(file, place, steps)
 
 
-def _of_job(file: Path, place: str) -> dict[str, Any]:
+def _of_job(file: Path, place: str, steps: int | None) -> dict[str, Any]:
     argv = [sys.executable, "-m", "opentinker.cli", "run", str(file), "--data-dir", place, "--json"]
-    ran = subprocess.run(argv, stdout=subprocess.PIPE, check=True)
+    limit = [] if steps is None else ["--steps", str(steps)]
+    ran = subprocess.run(argv + limit, stdout=subprocess.PIPE, check=True)
     job = orjson.loads(ran.stdout.splitlines()[-1])["job"]
     metric, values = METRICS[job["kind"]], job["curve"]
     records = Path(place) / "jobs" / parts_of(job["id"], list(job.get("policies", {})))[0]
@@ -98,9 +101,11 @@ def _kept(values: Sequence[float]) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m examples.record_curves", description=__doc__)
     parser.add_argument("names", nargs="+", help="names of examples, without .toml")
+    parser.add_argument("--steps", type=int, help="steps of a job whose own number would take hours")
+    options = parser.parse_args()
     known = orjson.loads(CURVES.read_bytes())
-    for name in parser.parse_args().names:
-        known[name] = recorded(name)
+    for name in options.names:
+        known[name] = recorded(name, options.steps)
         CURVES.write_bytes(orjson.dumps(known, option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS))
         print(f"{name}: {known[name]['metric']} to {known[name]['values'][-1]}")
 
