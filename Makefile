@@ -29,7 +29,7 @@ $(LOCAL): pyproject.toml deploy/locks/not-on-cpus.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v < (3, 14) else f"python 3.11 to 3.13 is needed, $(PYTHON) is {v[0]}.{v[1]}; say which with: make setup PYTHON=python3.12")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing torch, vLLM and the rest into $(VENV): about 3 GB, which takes minutes without further output"
-	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check uv "torch==2.13.0"
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check "uv>=0.10" "torch==2.13.0"
 	$(INSTALL) -e ".[local]"
 	touch $@
 
