@@ -48,7 +48,10 @@ WORKERS = {"env-workers": 1, "rollout-workers": 1, "reference": 0}
 
 
 def recorded(name: str, steps: int | None) -> dict[str, Any]:
-    """Run an example, or its first steps, and return its curve. Raises CalledProcessError, ValueError, OpenTinkerError."""
+    """Run an example, or its first steps, and return its curve.
+
+    Raises CalledProcessError, ValueError, OpenTinkerError.
+    """
     file = HERE / f"{name}.toml"
     spec = tomllib.loads(file.read_text())
     with tempfile.TemporaryDirectory(prefix="opentinker-") as place:
