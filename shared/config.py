@@ -168,6 +168,11 @@ class Settings(NotificationSettings, PriceSettings, LoginSettings, BaseModel):
     but for names that others may know by another address of this machine: those of several, or of 127.0.1.1."""
     max_ranks: Annotated[int, Field(ge=0, le=64)] = 0
     """Ranks of one job that a trainer takes, on GPUs at most one each; a job with more is shared by several. 0: any."""
+    bank_jobs: Annotated[int, Field(ge=0, le=64)] = 0
+    """Jobs with resources.trainer = 'shared' that a trainer trains at a time, on one base model in one process; it
+    takes no others then. 0: it trains one job at a time, alone. See docs/shared-trainers.md."""
+    bank_tokens: Annotated[int, Field(ge=64, le=1_048_576)] = 8192
+    """With bank_jobs: tokens of one forward and backward pass, of all jobs in it; no trajectory may be longer."""
     swap_timeout_s: Annotated[float, Field(gt=0)] = 8.0
     """For each phase of a weight swap: joining the group, the transfer, and what the engine does with it (pause, load,
     resume); the last two may take the time for their bytes at 50 MB/s on top, loading also that for those of the base

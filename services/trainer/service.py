@@ -1,4 +1,4 @@
-"""Trainer process: holds one lease at a time and trains that job."""
+"""Trainer process: holds one lease at a time and trains that job, or with `bank_jobs` several that share a base."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from opentinker.services.trainer.distributed.trainer_group import formed, leads,
 from opentinker.services.trainer.joint_progress import JointProgress
 from opentinker.services.trainer.learners.base import SimulatedLearner
 from opentinker.services.trainer.rl_loop import TrainerJob
+from opentinker.services.trainer.shared_service import serve_shared
 from opentinker.services.trainer.supervised_loop import SupervisedJob
 from opentinker.shared.asyncio_tools import cancel_and_wait, finish_uncancelled
 from opentinker.shared.runtime.leased_worker import LeasedWorker
@@ -29,10 +30,13 @@ from opentinker.shared.types.errors import Conflict, Fenced, NotFound
 async def serve(ctx: Context) -> None:
     # For deterministic jobs; cuBLAS reads it with its first handle, even one of an earlier job. Ranks inherit it.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    if ctx.settings.preload:
+    if ctx.settings.preload and not ctx.settings.bank_jobs:
         # Before the first heartbeat: imports block the interpreter for seconds, and a silent worker counts as dead.
         await asyncio.to_thread(_learners, 1)
-    await LeasedWorker(ctx, Pool.TRAINER, work).serve()
+    if ctx.settings.bank_jobs:
+        await serve_shared(ctx)
+    else:
+        await LeasedWorker(ctx, Pool.TRAINER, work).serve()
 
 
 async def work(worker: LeasedWorker, lease: Lease, spec: JobSpec) -> None:

@@ -63,6 +63,8 @@ class Worker(TypedDict):
     """The same for all workers of one machine, in containers too; empty: it did not say."""
     max_ranks: int
     """Ranks of one job that a trainer takes; 0: any number."""
+    bank: str
+    """Trainer process in which it is one of several, whose jobs share a base model; empty: it has one to itself."""
     lease: Lease | None
 
 

@@ -26,7 +26,7 @@ from opentinker.shared.runtime.tracing import trace_id
 from opentinker.shared.runtime.worker_info import worker_info
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.state.usage import metered
-from opentinker.shared.types.core import JobState, Lease, Pool
+from opentinker.shared.types.core import JobState, Lease, Pool, WorkerInfo
 from opentinker.shared.types.errors import (
     Conflict,
     Fenced,
@@ -70,7 +70,10 @@ class LeasedWorker:
         grant_s: float = GRANT_S,
         close_s: float = CLOSE_S,
         release_timeout_s: float = RELEASE_TIMEOUT_S,
+        bank: str = "",
     ) -> None:
+        """`bank`: see WorkerInfo. The process is then not this worker's: where others would re-execute it, this one
+        becomes a new incarnation in it, once its work has ended."""
         self.ctx = ctx
         self._grant_s, self._close_s, self._release_timeout_s = grant_s, close_s, release_timeout_s
         self._work = work
@@ -87,7 +90,12 @@ class LeasedWorker:
         """Glob patterns of files that the work would leave behind if this process re-executed itself; set by `work`."""
         self._silent = False
         """True: no more heartbeats, because this process is about to re-execute itself."""
-        self.info = worker_info(ctx.worker, pool, max_ranks=ctx.settings.max_ranks if pool == Pool.TRAINER else 0)
+        self._bank = bank
+        self.info = self._new_info(pool)
+
+    def _new_info(self, pool: Pool) -> WorkerInfo:
+        max_ranks = self.ctx.settings.max_ranks if pool == Pool.TRAINER else 0
+        return worker_info(self.ctx.worker, pool, max_ranks=max_ranks, bank=self._bank)
 
     @property
     def ending(self) -> bool:
@@ -114,7 +122,8 @@ class LeasedWorker:
 
     async def serve(self) -> None:
         """Run until the service is stopped; a running job may finish within `drain_s`."""
-        self.info = msgspec.structs.replace(self.info, gpus=await asyncio.to_thread(visible))
+        gpus = [] if self._bank else await asyncio.to_thread(visible)  # jobs that share a base train on CPUs
+        self.info = msgspec.structs.replace(self.info, gpus=gpus)
         async with self.ctx.bus.wakes(self._wake, WAKE, who=self.info.id):
             await self.status("idle")
             self.ctx.ready()
@@ -227,7 +236,9 @@ class LeasedWorker:
             if vain == math.inf and not (begun and now - began < await self._wanted_s(lease)):
                 vain = now
             if now - vain >= grace_s and not task.done():
-                await self._begin_anew(lease, now - vain)
+                if not self._bank:
+                    await self._begin_anew(lease, now - vain)
+                grace_s = math.inf
             await asyncio.wait([task], timeout=min(POLL_S, max(0.01, vain + grace_s - now)))
 
     async def _wanted_s(self, lease: Lease) -> float:
@@ -253,7 +264,10 @@ class LeasedWorker:
                 await self.ctx.store.leave(self.info)
         except (TimeoutError, RedisError) as error:  # its last heartbeat expires
             log.warning("lease_not_released", error=str(error))
-        await self.ctx.begin_anew(self.leftovers)
+        if not self._bank:
+            await self.ctx.begin_anew(self.leftovers)
+        self.info = msgspec.structs.replace(self._new_info(self.info.pool), gpus=self.info.gpus)
+        self._silent = False
 
     async def _run(self, lease: Lease) -> None:
         with structlog.contextvars.bound_contextvars(job=lease.job, epoch=lease.epoch):

@@ -15,7 +15,7 @@ from opentinker.shared.spec.artifacts import ArtifactSpec, settle_best, settle_k
 from opentinker.shared.spec.base import SpecPart
 from opentinker.shared.spec.data import FORMATS, DataSpec, DpoSpec
 from opentinker.shared.spec.deterministic import broken_promises, cannot_rewind
-from opentinker.shared.spec.engines import settle_lora
+from opentinker.shared.spec.engines import settle_lora, settle_shared
 from opentinker.shared.spec.evaluation import PREFIX, EvaluationSpec, ValidationSpec, contradictions, settle_evaluation
 from opentinker.shared.spec.frozen_models import (
     RewardModelSpec,
@@ -216,13 +216,14 @@ class JobSpec(SpecPart):
 
     def resolve(self) -> list[dict[str, Any]]:
         if self.kind == "inference":
-            return settle_serving(self) + settle_lora(self) + settle_kept(self.kind, self.artifacts) + settle_gpus(self)
+            found = settle_serving(self) + settle_lora(self) + settle_kept(self.kind, self.artifacts)
+            return found + settle_gpus(self) + settle_shared(self)
         if self.start is not None and self.start.live:
             why = "only an inference job follows a live policy; take @latest"
             return [mistake("start.from", self.start.checkpoint, f"does not apply to kind = {self.kind!r}: {why}")]
         if self.kind == "eval":
             found = self._untaught_tools() + settle_evaluation(self) + settle_policies(self) + settle_lora(self)
-            return found + settle_kept(self.kind, self.artifacts) + settle_gpus(self)
+            return found + settle_kept(self.kind, self.artifacts) + settle_gpus(self) + settle_shared(self)
         if self.kind != "rl":
             return self._settle_supervised()
         found = self._settle_learning() + ([] if self.policies else settle_parallel(self))
@@ -231,6 +232,7 @@ class JobSpec(SpecPart):
         found += self._untaught_tools() + self._at_once() + settle_frozen(self) + settle_policies(self)
         found += settle_tree(self) + settle_lora(self) + settle_gpus(self) + rank_mistakes(self)
         found += settle_best(self.artifacts, evaluated=self.validation is not None)
+        found += settle_shared(self)
         return found + broken_promises(self) + cannot_rewind(self) + contradictions(self)
 
     def _settle_learning(self) -> list[dict[str, Any]]:
@@ -306,7 +308,8 @@ class JobSpec(SpecPart):
         if self.kind == "dpo" and not found:
             fill(self, {"dpo": self.dpo or DpoSpec()})
         mistakes = [mistake(*one) for one in found] + cannot_rewind(self)
-        return mistakes + settle_best(self.artifacts, evaluated=evaluated) + settle_parallel(self)
+        mistakes += settle_best(self.artifacts, evaluated=evaluated) + settle_shared(self)
+        return mistakes + settle_parallel(self)
 
     def _settle_overlong(self) -> list[dict[str, Any]]:
         """Overlong shaping takes its lengths from `rollout.max_tokens`."""

@@ -1,9 +1,9 @@
 """Decides, from the spec alone, which policies of a job share an engine: those that are adapters of one base; with
-frozen checkpoints and pools."""
+frozen checkpoints and pools. And which jobs may share a trainer."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from opentinker.shared.spec.model import ModelSpec
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 LIVE_VERSIONS = 6
 """Versions of another job's live policy that running requests may use at the same time."""
+SHARED = "resources.trainer = 'shared'"
 EMBEDDINGS = ("lm_head", "embed_tokens")
 """Layers that share their weights in many models."""
 MAX_ADAPTERS_AT_ONCE = 64
@@ -130,3 +131,33 @@ def engine_policies(spec: JobSpec) -> list[EnginePolicy]:
     found += [EnginePolicy(name, models.get(name), 1, is_frozen=True) for name in frozen_in(players)]
     found += [EnginePolicy(pool_player(name), pool_spec_of(spec, name).model, 1, pool=name) for name in spec.pools]
     return found
+
+
+def bank_of(spec: Mapping[str, Any]) -> str:
+    """Return what jobs must have in common to share a trainer, from a stored spec; empty if its trainer is its own."""
+    if spec["resources"].get("trainer") != "shared":
+        return ""
+    return f"{spec['model']['base']} in {spec['model']['dtype']}"
+
+
+def settle_shared(spec: JobSpec) -> list[dict[str, Any]]:
+    """Mistakes in what a job with a shared trainer cannot have."""
+    if spec.resources.trainer != "shared":
+        return []
+    model, train, lora = spec.model, spec.train, spec.model.lora
+    own = "take resources.trainer = 'own'"
+    critic = spec.kind == "rl" and spec.algorithm.advantage == "gae" and spec.value_model is None
+    wrong: list[tuple[bool, str, Any, str]] = [
+        (spec.kind not in ("rl", "sft", "dpo"), "resources.trainer", "shared", f"does not apply to kind {spec.kind!r}"),
+        (bool(spec.policies), "policies", sorted(spec.policies), f"cannot share a trainer yet; {own}"),
+        (lora is None, "model.lora", None, "is needed: jobs share the base model and train an adapter each"),
+        (lora is not None and lora.dropout > 0, "model.lora.dropout", lora and lora.dropout, "must be 0"),
+        (model.fp32_head, "model.fp32_head", True, f"would change the base of other jobs; {own}"),
+        (train.gradient_checkpointing, "train.gradient_checkpointing", True, f"would change that of others; {own}"),
+        (train.deterministic, "train.deterministic", True, f"needs a trainer that nothing else runs on; {own}"),
+        (train.learner != "torch", "train.learner", train.learner, "trains no adapter"),
+        (critic, "algorithm.advantage", "gae", f"trains a critic, which is a whole model; set [value_model], or {own}"),
+        (spec.resources.ranks > 1, "resources.trainer_ranks", spec.resources.ranks, f"must be 1; {own}"),
+        (spec.resources.trainer_gpus > 0, "resources.trainer_gpus", spec.resources.trainer_gpus, f"must be 0; {own}"),
+    ]  # fmt: skip
+    return [mistake(field, value, f"{problem} ({SHARED})") for bad, field, value, problem in wrong if bad]

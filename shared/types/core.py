@@ -287,6 +287,9 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     gpus: list[Gpu] = []
     max_ranks: int = 0
     """Ranks of one job that a trainer takes; 0: any number."""
+    bank: str = ""
+    """Name of the trainer process in which it is one of several, whose jobs share a base model; empty: it trains one
+    job alone. `detail` then names the base as long as it has a job."""
     cores: int = 0
     """CPUs of its machine; 0: it did not say."""
     machine: str = ""

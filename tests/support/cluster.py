@@ -254,7 +254,7 @@ class Cluster:
         names = {name for name, p in self.processes.items() if p.wanted and name not in (*SERVERS, "scheduler")}
 
         async def beating() -> bool:
-            workers = {w.id: w for w in await self.store.workers()}
+            workers = {w.bank or w.id: w for w in await self.store.workers()}
             return all(name in workers and workers[name].status != "loading" for name in names)
 
         await until(beating)

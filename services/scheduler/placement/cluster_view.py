@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from opentinker.services.scheduler.placement.gpu_matching import FreeWorkers, GpuMatcher, apart, described, shared_gpus
 from opentinker.services.scheduler.placement.quotas import Used
+from opentinker.services.scheduler.placement.shared_bases import shared_bases
 from opentinker.services.scheduler.placement.shortages import too_few
 from opentinker.services.scheduler.placement.trainer_groups import (
     RankNeed,
@@ -31,6 +32,7 @@ from opentinker.services.scheduler.placement.types import (
     Slot,
 )
 from opentinker.shared.runtime.leased_worker import RELEASE_TIMEOUT_S
+from opentinker.shared.spec.engines import bank_of
 from opentinker.shared.spec.frozen_models import is_scored
 from opentinker.shared.tenant_limits import TenantLimits
 from opentinker.shared.types.core import JobRecord, JobState, Lease, Pool, WorkerInfo
@@ -143,21 +145,28 @@ class Cluster:
         starting: Mapping[str, Slot] | None = None,
     ) -> ClusterView:
         """`jobs`: those that have begun or are queued. `starting`: workers that are on their way (autoscaler.py)."""
+        jobs = list(jobs)
         on_their_way = {id: slot for id, slot in (starting or {}).items() if id not in self.workers}
         alive = {pool: self.alive(pool) for pool in Pool}
         new = {pool: [id for id, slot in on_their_way.items() if slot.pool == pool] for pool in LEASED}
         ours = [worker for pool in LEASED for worker in alive[pool]]
         free = {pool: [w.id for w in alive[pool] if w.id not in self._leases and _is_idle(w)] for pool in LEASED}
         counted = {pool: [w.id for w in alive[pool] if w.id not in self._overdue] for pool in LEASED}
-        busy = [w for w in ours if w.id not in self._leases and not _is_idle(w) and w.status != "draining"]
-        gpus = {w.id: described(w.gpus, w.max_ranks) for w in ours if w.gpus or w.max_ranks}
+        busy = {w.id for w in ours if w.id not in self._leases and not _is_idle(w) and w.status != "draining"}
+        bases, unopened = shared_bases(ours, self._leases.values(), jobs)
+        gpus = {w.id: described(w.gpus, w.max_ranks, bases.get(w.id)) for w in ours if w.gpus or w.max_ranks or w.bank}
+        free[Pool.TRAINER] = [id for id in free[Pool.TRAINER] if id not in unopened]
         gpus |= {id: slot.gpus for id, slot in on_their_way.items() if slot.gpus != NO_GPUS}
         winding_down = {worker.job for worker in ours if worker.job is not None}
         absent = {pool: not found for pool, found in alive.items()}
         counted_or_new = {pool: counted[pool] + new[pool] for pool in LEASED}
         shared = shared_gpus({worker.id: worker.gpus for worker in alive[Pool.TRAINER]})
         trainers = [
-            sorted(some[Pool.TRAINER], key=lambda id: gpus.get(id, NO_GPUS).memory, reverse=True)
+            sorted(
+                (id for id in some[Pool.TRAINER] if id not in bases),
+                key=lambda id: gpus.get(id, NO_GPUS).memory,
+                reverse=True,
+            )
             for some in (free, counted_or_new)
         ]
         kinds = [[gpus.get(id, NO_GPUS) for id in some] for some in trainers]
@@ -172,7 +181,7 @@ class Cluster:
             jobs=[self._job(job, now, winding_down, absent, rules, shape) for job in jobs],
             free=free,
             alive=counted_or_new,
-            coming={pool: [w.id for w in busy if w.id in counted[pool]] + new[pool] for pool in LEASED},
+            coming={pool: [id for id in counted[pool] if id in busy or id in unopened] + new[pool] for pool in LEASED},
             gpus=gpus,
             shared_gpus=shared,
             leases=[
@@ -216,7 +225,9 @@ class Cluster:
             need = rank_need(job.spec)
             shape = shape_of_group(job, need)
             needs[Pool.TRAINER] = shape.trainers
-            if (each := need.need(shape)) is not None:
+            if base := bank_of(job.spec):
+                gpus[Pool.TRAINER] = Need(base=base)
+            elif (each := need.need(shape)) is not None:
                 gpus[Pool.TRAINER] = each
             ranks = 0 if (shape.ranks, shape.trainers) == (need.ranks, 1) else shape.ranks
         if Pool.ROLLOUT in pools:

@@ -1,4 +1,5 @@
-"""Matches workers to jobs by GPUs: workers with the same GPUs are one kind, and placement counts kinds. Plain memory.
+"""Matches workers to jobs by GPUs, and by the base model of trainers that jobs share: workers with the same are one
+kind, and placement counts kinds. Plain memory.
 
 A worker that suits is chosen in this order: the fewest GPUs, so that what needs none goes where there are none; then
 those whose GPUs NVLink joins, or that are on one NUMA node, as far as the job has ranks for them; then the least
@@ -26,7 +27,10 @@ class GpuMatcher:
         self.kinds = [NO_GPUS, *sorted({*gpus.values()} - {NO_GPUS}, key=_size)]
         number = {kind: n for n, kind in enumerate(self.kinds)}
         self._kind = {worker: number[kind] for worker, kind in gpus.items()}
-        self._suiting: dict[Need, list[int]] = {ANY: list(range(len(self.kinds)))}
+        self.has_banks = any(kind.base is not None for kind in self.kinds)
+        self._suiting: dict[Need, list[int]] = {}
+        if not self.has_banks:
+            self._suiting[ANY] = list(range(len(self.kinds)))
 
     def kind(self, worker: str) -> int:
         """Return the place of the worker's kind in `kinds`."""
@@ -43,7 +47,9 @@ class GpuMatcher:
 
     def those(self, workers: Sequence[str], job: PlannedJob, pool: Pool) -> Sequence[str]:
         """Return those of these workers of a pool that suit the job."""
-        if not job.gpus or len(suiting := self.suiting(job, pool)) == len(self.kinds):
+        if not job.gpus and not self.has_banks:
+            return workers
+        if len(suiting := self.suiting(job, pool)) == len(self.kinds):
             return workers
         return [worker for worker in workers if self.kind(worker) in suiting]
 
@@ -130,23 +136,27 @@ def shared_gpus(gpus: Mapping[str, Sequence[Gpu]]) -> dict[str, frozenset[str]]:
     return {worker: own for worker, own in found.items() if own}
 
 
-def described(found: Sequence[Gpu], ranks: int = 0) -> Gpus:
-    """Return a worker's GPUs in the planner's types. `ranks`: the most that it takes of a job; 0: any number."""
+def described(found: Sequence[Gpu], ranks: int = 0, base: str | None = None) -> Gpus:
+    """Return a worker's GPUs in the planner's types. `ranks`: the most that it takes of a job; 0: any number. `base`:
+    see Gpus."""
     ranks = ranks or ANY_RANKS
     if not found:
-        return Gpus(ranks=ranks)
+        return Gpus(ranks=ranks, base=base)
     first, *others = order = nearest(found)
     return Gpus(
         memory=tuple(gpu.memory for gpu in order),
         linked=1 + sum(gpu.index in first.links for gpu in others),
         near=1 + sum(gpu.numa == first.numa >= 0 for gpu in others),
         ranks=ranks,
+        base=base,
     )
 
 
-def _size(kind: Gpus) -> tuple[int, tuple[int, ...], int]:
-    return len(kind.memory), kind.memory, kind.ranks
+def _size(kind: Gpus) -> tuple[int, tuple[int, ...], int, str]:
+    return len(kind.memory), kind.memory, kind.ranks, kind.base or ""
 
 
-def _order(kind: Gpus, need: Need) -> tuple[int, bool, bool, tuple[int, ...], int]:
-    return len(kind.memory), kind.linked < need.gpus, kind.near < need.gpus, kind.memory, kind.ranks
+def _order(kind: Gpus, need: Need) -> tuple[bool, int, bool, bool, tuple[int, ...], int]:
+    """Trainers whose jobs share the base already come before those that have none."""
+    unused = not kind.base
+    return unused, len(kind.memory), kind.linked < need.gpus, kind.near < need.gpus, kind.memory, kind.ranks

@@ -225,7 +225,7 @@ class _Planning:
 
     def _alive(self, job: PlannedJob) -> Counts:
         """Return the number of suitable workers, free or not."""
-        return self.alive.count(job) if job.gpus else self.size
+        return self.alive.count(job) if job.gpus or self.matcher.has_banks else self.size
 
     def _blocked(self, job: PlannedJob, tenant: TenantState) -> str:
         """Describe why the job cannot start regardless of free workers."""

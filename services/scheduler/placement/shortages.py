@@ -24,7 +24,9 @@ def called(pool: Pool, need: Need | None = None, count: int = 1) -> str:
 
 
 def with_gpus(need: Need) -> str:
-    """Describe the GPUs, or the room, that a worker needs; empty if neither."""
+    """Describe the GPUs, the room, or the base that a worker needs; empty if none of them."""
+    if need.base:
+        return f" for jobs that share {need.base} (setting bank_jobs)"
     if not need.gpus:
         return f" with room for {need.ranks} ranks" if need.ranks > 1 else ""
     count = "a GPU" if need.gpus == 1 else f"{need.gpus} GPUs"

@@ -41,8 +41,13 @@ class Gpus(msgspec.Struct, frozen=True):
     """How many are on its NUMA node; 1 also where that is not known."""
     ranks: int = ANY_RANKS
     """Ranks of a job that the worker has room for."""
+    base: str | None = None
+    """Base model that its jobs share (`spec.engines.bank_of`), empty before the first of them; None: it trains one job
+    alone."""
 
     def suit(self, need: Need) -> bool:
+        if (self.base is None) != (not need.base) or (self.base and self.base != need.base):
+            return False
         taken = self.memory[: need.gpus]
         return need.ranks <= self.ranks and len(taken) == need.gpus and all(memory >= need.memory for memory in taken)
 
@@ -58,6 +63,8 @@ class Need(msgspec.Struct, frozen=True):
     """Bytes of each."""
     ranks: int = 1
     """Ranks that it must have room for."""
+    base: str = ""
+    """Base model that the job shares with others; empty: it trains alone."""
 
 
 class Slot(msgspec.Struct, frozen=True):

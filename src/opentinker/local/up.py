@@ -56,6 +56,8 @@ SERVICE_OF = {"rollout_worker": ROLLOUT, "env_worker": ENV, "reference_forward":
 """Module -> what its service is called, where that differs."""
 CONNECTING = ("env_worker", "rollout_worker", "scheduler")
 """Modules that connect to URLs of jobs, or check them."""
+SHARED_TRAINER = "shared-0"
+"""Worker id of the trainer whose jobs share a base model; it has no GPU."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -68,6 +70,8 @@ class Plan:
     port: int | None = None
     rollout_workers: int = 1
     trainers: int = 1
+    shared_jobs: int = 0
+    """Jobs that one more trainer trains at a time on one base; 0: there is no such trainer."""
     references: int = 1
     env_workers: int = 1
     nats_url: str | None = None
@@ -85,7 +89,8 @@ class Plan:
             "reference_forward": ("reference", self.references),
         }
         workers = [(f"{short}-{n}", module) for module, (short, count) in counts.items() for n in range(count)]
-        return [("scheduler", "scheduler"), *workers]
+        shared = [(SHARED_TRAINER, "trainer")] if self.shared_jobs else []
+        return [("scheduler", "scheduler"), *workers, *shared]
 
 
 class AlreadyRunning(OpenTinkerError):
@@ -236,6 +241,8 @@ def service_specs(
         health_port = free_port()
         env = {**common, "OPENTINKER_WORKER_ID": worker, "OPENTINKER_HEALTH_PORT": str(health_port)}
         env |= given.get(worker, {})
+        if worker == SHARED_TRAINER:
+            env[f"{PREFIX}BANK_JOBS"] = str(plan.shared_jobs)
         env |= access(SERVICE_OF.get(module, module))
         if module == "scheduler":
             env |= {"OPENTINKER_HTTP_HOST": plan.host, "OPENTINKER_HTTP_PORT": str(port)}

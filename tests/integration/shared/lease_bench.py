@@ -26,7 +26,7 @@ Behaviour = Callable[[Lease], Awaitable[None]]
 class Bench:
     """One worker in this process, and the scheduler's side of its leases."""
 
-    def __init__(self, ctx: Context, pool: Pool, timing: dict[str, float]) -> None:
+    def __init__(self, ctx: Context, pool: Pool, timing: dict[str, Any]) -> None:
         self.ctx = ctx
         self.log: list[tuple[str, str, int]] = []
         self.behaviour: Behaviour = self.forever
@@ -79,7 +79,7 @@ class Bench:
 
 @asynccontextmanager
 async def at_the_bench(
-    bus: Bus, store: Store, pool: Pool = Pool.ROLLOUT, timing: dict[str, float] | None = None, **settings: Any
+    bus: Bus, store: Store, pool: Pool = Pool.ROLLOUT, timing: dict[str, Any] | None = None, **settings: Any
 ) -> AsyncIterator[Bench]:
     for job in ("a", "b"):
         spec: dict[str, Any] = make_spec(name=job).model_dump(mode="json")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
@@ -13,8 +13,9 @@ from opentinker.shared.asyncio_tools import finish_uncancelled
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobState, Lease, Pool
+from opentinker.shared.types.errors import RestartNeeded
 from opentinker.shared.types.trainer_group import RankShare
-from tests.conftest import soon
+from tests.conftest import soon, until
 from tests.integration.shared.lease_bench import Bench, at_the_bench
 
 
@@ -24,7 +25,7 @@ class Anew(Exception):
 
 @asynccontextmanager
 async def held(
-    bus: Bus, store: Store, pool: Pool, status: str, drain_s: float = 20.0, **timing: float
+    bus: Bus, store: Store, pool: Pool, status: str, drain_s: float = 20.0, **timing: Any
 ) -> AsyncIterator[tuple[Bench, asyncio.Event]]:
     """A worker that has said `status` of job a and lets go of it when the event is set, whatever else happens."""
     let_go = asyncio.Event()
@@ -122,3 +123,31 @@ async def test_who_lets_go_in_time_goes_on(bus: Bus, store: Store, pool: Pool, s
         let_go.set()
         await bench.seen(("began", "a", 1), ("left", "a", 1))
         await bench.status("idle")
+
+
+async def test_a_worker_of_a_shared_process_waits_for_cancelled_work_instead_of_ending_that_of_others(
+    bus: Bus, store: Store
+) -> None:
+    async with held(bus, store, Pool.TRAINER, "ready", bank="trainer-0") as (bench, let_go):
+        await store.transition("a", JobState.CANCELLED)
+        await bench.revoke()
+        await asyncio.sleep(20 * bench.ctx.settings.cancel_grace_s)
+        assert not bench.serving.done() and bench.log == [("began", "a", 1)]
+        let_go.set()
+        await bench.status("idle")
+
+
+async def test_a_job_that_must_start_again_finds_a_new_worker_in_a_shared_process(bus: Bus, store: Store) -> None:
+    async with at_the_bench(bus, store, Pool.TRAINER, {"bank": "trainer-0"}, heartbeat_s=0.05) as bench:
+
+        async def goes_back(lease: Lease) -> None:
+            raise RestartNeeded("it goes back to step 3")
+
+        bench.behaviour, before = goes_back, bench.worker.info.incarnation
+        await bench.grant("a", 1)
+        (worker,) = await until(store.workers, lambda found: [w.incarnation for w in found] != [before] and found)
+        assert (worker.bank, worker.job) == ("trainer-0", None)
+        await bench.status("idle")
+        bench.behaviour = bench.forever
+        await bench.grant("b", 1)
+        await bench.seen(("began", "a", 1), ("left", "a", 1), ("began", "b", 1))

@@ -29,6 +29,15 @@ def up(
     trainers: Annotated[
         int, typer.Option(help="Number of processes that train; each trains one job at a time.", min=0)
     ] = 1,
+    shared_jobs: Annotated[
+        int,
+        typer.Option(
+            help="Start one more trainer, in which this many LoRA jobs of one base train at a time; for jobs with "
+            "resources.trainer = 'shared'.",
+            min=0,
+            max=64,
+        ),
+    ] = 0,
     env_workers: Annotated[int, typer.Option(help="Number of processes that play environments.", min=0)] = 1,
     reference: Annotated[int, typer.Option(help="Number of processes with frozen models.", min=0)] = 1,
     nats_url: Annotated[str | None, typer.Option(help="Use this NATS instead of starting one.")] = None,
@@ -56,6 +65,7 @@ def up(
         port=port,
         rollout_workers=rollout_workers,
         trainers=trainers,
+        shared_jobs=shared_jobs,
         references=reference,
         env_workers=env_workers,
         nats_url=nats_url,

@@ -1,0 +1,109 @@
+"""Trainer process whose jobs share a base model: several workers, each with a lease, and one adapter bank.
+
+The base is that of the first job, and stays loaded until a job with another one comes and none trains. Placement gives
+such a process jobs of one base only; a job of another one waits here until the rest have left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import shutil
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING
+
+import structlog
+
+from opentinker.shared.asyncio_tools import finish_uncancelled
+from opentinker.shared.data.readable_paths import opening
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.spec import JobSpec
+from opentinker.shared.spec.engines import bank_of
+from opentinker.shared.types.errors import OpenTinkerError
+
+if TYPE_CHECKING:
+    from opentinker.services.trainer.bank.bank_loop import BankLoop
+
+log = structlog.get_logger()
+
+THREADS_PER_JOB = 8
+"""Learners wait for the bank in threads, and must not keep others from theirs."""
+
+
+class SharedBase:
+    """The bank of this process. Use it as an async context manager; `failure` raises when the bank has crashed."""
+
+    def __init__(self, ctx: Context) -> None:
+        self._ctx = ctx
+        self._changed = asyncio.Condition()
+        self._held = AsyncExitStack()
+        self._base = ""
+        self._loop: BankLoop | None = None
+        self._jobs = 0
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def __aenter__(self) -> SharedBase:
+        threads = THREADS_PER_JOB * self._ctx.settings.bank_jobs
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(threads))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await finish_uncancelled(self._held.aclose())
+
+    async def failure(self) -> None:
+        """Wait for ever; raises what the bank's loop has raised."""
+        await self._failed
+
+    @asynccontextmanager
+    async def bank_for(self, job: str, spec: JobSpec) -> AsyncIterator[BankLoop]:
+        """Yield the bank of the job's base once it is loaded. Raises JobFailed."""
+        base = bank_of(spec.model_dump())
+        async with self._changed:
+            await self._changed.wait_for(lambda: base == self._base or not self._jobs)
+            if base != self._base or self._loop is None:
+                await finish_uncancelled(self._open(base, job, spec))
+            loop = self._loop
+            assert loop is not None
+            self._jobs += 1
+        try:
+            yield loop
+        finally:
+            await finish_uncancelled(self._left())
+
+    async def _left(self) -> None:
+        async with self._changed:
+            self._jobs -= 1
+            self._changed.notify_all()
+
+    async def _open(self, base: str, job: str, spec: JobSpec) -> None:
+        self._base, self._loop = "", None
+        await self._held.aclose()
+        gc.collect()
+        async with opening(self._ctx.store, self._ctx.settings, job):
+            loop = await asyncio.to_thread(self._load, spec)
+        await self._held.enter_async_context(loop)
+        loop.task.add_done_callback(self._ended)
+        self._base, self._loop = base, loop
+        log.info("base_loaded", base=base, capacity=str(loop.bank.capacity))
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and not self._failed.done():
+            self._failed.set_exception(task.exception() or OpenTinkerError("the adapter bank ended by itself"))
+
+    def _load(self, spec: JobSpec) -> BankLoop:
+        """Load the base and measure its room. Blocking; torch is imported here. Raises JobFailed."""
+        from opentinker.services.trainer.bank.adapter_bank import AdapterBank
+        from opentinker.services.trainer.bank.bank_loop import BankLoop
+        from opentinker.services.trainer.bank.base_model import BaseModel
+        from opentinker.services.trainer.bank.limits import BankLimits
+
+        tokens = self._ctx.settings.bank_tokens
+        limits = BankLimits(
+            step_tokens=tokens, datum_tokens=tokens, command_tokens=8 * tokens, waiting_tokens=16 * tokens
+        )
+        store = self._ctx.settings.data_dir / "run" / "banks" / self._ctx.worker
+        shutil.rmtree(store, ignore_errors=True)  # jobs resume from their checkpoints, not from what a bank has evicted
+        model = BaseModel(spec.model.base, spec.model.dtype)
+        return BankLoop(AdapterBank(model, store, limits))

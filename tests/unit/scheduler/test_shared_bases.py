@@ -1,0 +1,111 @@
+"""Placement of jobs that share a trainer and its base model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from opentinker.services.scheduler.placement.cluster_view import Cluster
+from opentinker.services.scheduler.placement.planner import plan
+from opentinker.services.scheduler.placement.shared_bases import UNCLEAR
+from opentinker.services.scheduler.placement.types import Gpus, Need, PlacementPlan, Rules, Start
+from opentinker.shared.runtime.worker_info import worker_info
+from opentinker.shared.types.core import JobRecord, JobState, Lease, Pool, WorkerInfo
+from tests.samples.row_samples import row_spec
+from tests.unit.scheduler.placing import TRAINER, held, job, planned, started
+
+A, B = {TRAINER: Need(base="a")}, {TRAINER: Need(base="b")}
+ALONE: dict[str, Any] = {"needs": {TRAINER: 1}, "most": 0}
+
+
+def workers(*processes: str, jobs: int = 3, **fields: Any) -> list[WorkerInfo]:
+    """Of trainers that train as many jobs each."""
+    return [
+        msgspec.structs.replace(worker_info(f"{bank}.{n}", TRAINER), bank=bank, **fields)
+        for bank in processes
+        for n in range(jobs)
+    ]
+
+
+def record(id: str, base: str, state: JobState = JobState.QUEUED, shared: bool = True) -> JobRecord:
+    spec = row_spec(base, "rows.jsonl", model={"lora": {}}, resources={"trainer": "shared" if shared else "own"})
+    return JobRecord(
+        id=id, name=id, kind="sft", tenant="t", state=state, version=1, epoch=1, created=1.0, updated=1.0, step=0,
+        steps=1, reason="", spec=spec.model_dump(mode="json"),
+    )  # fmt: skip
+
+
+def leases(job: str, worker: WorkerInfo) -> Lease:
+    return Lease(job=job, worker=worker.id, incarnation=worker.incarnation, epoch=1, pool=TRAINER)
+
+
+def placed(found: list[WorkerInfo], jobs: list[JobRecord], held: list[Lease] | None = None) -> PlacementPlan:
+    view = Cluster(found, held or []).view(jobs, now=10.0, limits={}, used={}, rules=Rules())
+    return plan(view)
+
+
+def chosen(found: PlacementPlan) -> dict[str, str]:
+    return {one.job: one.workers[0] for one in found.decisions if isinstance(one, Start)}
+
+
+def test_a_job_goes_where_its_base_is_then_where_none_is_and_nowhere_else() -> None:
+    gpus = {"trainer-0": Gpus(base="b"), "trainer-1": Gpus(base=""), "trainer-2": Gpus(base="a")}
+    plans = [planned(job("j", gpus=A, **ALONE), trainers=n, gpus=gpus) for n in (3, 2, 1)]
+    assert [[d.workers for d in p.decisions if isinstance(d, Start)] for p in plans] == [
+        [("trainer-2",)], [("trainer-1",)], [],
+    ]  # fmt: skip
+    assert plans[2].waiting["j"] == "trainer for jobs that share a (setting bank_jobs) (none is running)"
+
+
+def test_other_jobs_take_no_shared_trainer_and_shared_jobs_no_other() -> None:
+    gpus = {"trainer-0": Gpus(base="")}
+    found = planned(job("own", **ALONE), job("shared", gpus=A, **ALONE), trainers=2, gpus=gpus)
+    assert {d.job: d.workers for d in found.decisions if isinstance(d, Start)} == {
+        "own": ("trainer-1",), "shared": ("trainer-0",),
+    }  # fmt: skip
+    assert started(planned(job("own", **ALONE), trainers=1, gpus=gpus)) == []
+    assert started(planned(job("shared", gpus=A, **ALONE), trainers=1)) == []
+
+
+def test_a_job_of_higher_priority_interrupts_one_of_its_base() -> None:
+    gpus = {"trainer-0": Gpus(base="b"), "trainer-1": Gpus(base="a")}
+    other, same = held("other", "trainer-0", gpus=B, **ALONE), held("same", "trainer-1", gpus=A, **ALONE)
+    found = planned(other, same, job("urgent", priority=5, gpus=A, **ALONE), trainers=2, gpus=gpus)
+    assert [decision.job for decision in found.decisions] == ["same"]
+
+
+def test_the_first_job_decides_on_the_base_before_others_join() -> None:
+    free = workers("shared-0")
+    jobs = [record("j-1", "a"), record("j-2", "b"), record("j-3", "a")]
+    assert chosen(placed(free, jobs)) == {"j-1": "shared-0.0"}, "one at a time, until it is known"
+    begun = [record("j-1", "a", JobState.STARTING), *jobs[1:]]
+    found = placed(free, begun, [leases("j-1", free[0])])
+    assert chosen(found) == {"j-3": "shared-0.1"}
+    assert "for jobs that share b in float32" in found.waiting["j-2"]
+
+
+def test_two_processes_can_have_two_bases() -> None:
+    free = workers("shared-0", "shared-1")
+    found = placed(free, [record("j-1", "a"), record("j-2", "b"), record("j-3", "c")])
+    assert chosen(found) == {"j-1": "shared-0.0", "j-2": "shared-1.0"}
+
+
+@pytest.mark.parametrize(("base", "joins"), [("a in float32", True), ("b in float32", False), (None, False)])
+def test_a_worker_that_still_saves_for_an_ended_job_says_which_base_there_is(base: str | None, joins: bool) -> None:
+    saving, *free = workers("shared-0")
+    detail = {} if base is None else {"base": base}
+    saving = msgspec.structs.replace(saving, job="gone", status="ready", detail=detail)
+    assert (chosen(placed([saving, *free], [record("j-1", "a")])) == {"j-1": "shared-0.1"}) is joins
+    assert UNCLEAR not in ("a", "b")
+
+
+def test_ranks_of_other_jobs_are_not_put_on_shared_trainers() -> None:
+    wide = record("j-1", "a", shared=False)
+    wide = msgspec.structs.replace(
+        wide, spec={**wide.spec, "resources": {**wide.spec["resources"], "trainer_ranks": 2}}
+    )
+    assert chosen(placed(workers("shared-0"), [wide])) == {}
+    own = [worker_info("trainer-0", Pool.TRAINER)]
+    assert chosen(placed([*workers("shared-0"), *own], [wide])) == {"j-1": "trainer-0"}

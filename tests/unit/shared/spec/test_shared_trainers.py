@@ -1,0 +1,56 @@
+"""Which jobs may share a trainer, and with which others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from opentinker.shared.spec import parse_spec
+from opentinker.shared.spec.engines import bank_of
+from tests.support.factories import make_spec, refusals
+
+ADAPTER = {"base": "m", "lora": {}}
+SHARED = {"trainer": "shared"}
+STEP = {"steps": 1}
+
+
+def test_jobs_that_share_a_trainer_have_base_and_precision_in_common() -> None:
+    def bank(**model: Any) -> str:
+        spec = make_spec(model={**ADAPTER, **model}, train=STEP, resources=SHARED)
+        return bank_of(spec.model_dump(mode="json"))
+
+    assert bank() == bank(lora={"rank": 2, "target_modules": ["q_proj"]}) != ""
+    assert len({bank(), bank(dtype="bfloat16"), bank(base="n")}) == 3
+    assert bank_of(make_spec(model=ADAPTER, train=STEP).model_dump(mode="json")) == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "problem"),
+    [
+        ({"model": {"base": "m"}}, "model.lora", "is needed: jobs share the base model"),
+        ({"model": {"base": "m", "lora": {"dropout": 0.1}}}, "model.lora.dropout", "must be 0"),
+        (
+            {"model": {**ADAPTER, "dtype": "bfloat16", "fp32_head": True}},
+            "model.fp32_head",
+            "'own'",
+        ),
+        ({"train": {**STEP, "gradient_checkpointing": True}}, "train.gradient_checkpointing", "would change"),
+        ({"train": {**STEP, "deterministic": True}}, "train.deterministic", "nothing else runs on"),
+        ({"train": {**STEP, "learner": "simulated"}}, "train.learner", "trains no adapter"),
+        ({"algorithm": {"name": "ppo"}}, "algorithm.advantage", "trains a critic"),
+        ({"resources": {**SHARED, "trainer_ranks": 2}}, "resources.trainer_ranks", "must be 1"),
+        ({"resources": {**SHARED, "trainer_gpus": 1}}, "resources.trainer_gpus", "must be 0"),
+        ({"policies": {"x": {}, "y": {}}}, "policies", "cannot share a trainer yet"),
+    ],
+)
+def test_what_a_shared_trainer_cannot_do_is_refused(changes: dict[str, Any], field: str, problem: str) -> None:
+    found = refusals(make_spec, **{"model": ADAPTER, "train": STEP, "resources": SHARED, **changes})
+    assert problem in found[field] and "resources.trainer = 'shared'" in found[field]
+
+
+@pytest.mark.parametrize("kind", ["inference", "eval"])
+def test_jobs_that_do_not_train_share_no_trainer(kind: str) -> None:
+    data = {"name": "j", "kind": kind, "model": {"base": "m"}, "resources": SHARED}
+    found = refusals(parse_spec, data | ({"environment": {"name": "copy_digits"}} if kind == "eval" else {}))
+    assert f"does not apply to kind {kind!r}" in found["resources.trainer"]
