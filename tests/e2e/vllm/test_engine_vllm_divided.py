@@ -86,6 +86,30 @@ async def test_two_ranks_compute_what_one_computes_before_and_after_swaps(base: 
     assert first == again and first != second
 
 
+async def test_a_request_in_flight_continues_with_the_next_version_on_both_ranks(base: Path) -> None:
+    older, newer = (other_weights(base, seed) for seed in (1, 2))
+    sampling = Sampling(max_tokens=460, seed=7)
+    async with started(base, tensor_parallel=2, **SETTINGS) as vllm:
+        trainer = await Trainer(vllm).form()
+        await trainer.publish(WeightVersion(0, 0), older.named_parameters())
+        seen: list[int] = []
+        running = asyncio.create_task(vllm.generate("r", PROMPT, sampling, lambda ids, *_: seen.extend(ids)))
+        await until(lambda: len(seen) > 1)
+        await trainer.publish(WeightVersion(0, 1), newer.named_parameters())
+        done = await soon(running)
+        old, new = done.spans
+        assert (old.start, old.version, new.version, new.end) == (
+            0,
+            WeightVersion(0, 0),
+            WeightVersion(0, 1),
+            len(done.ids),
+        )
+        assert 1 < old.end == new.start < len(done.ids)
+        assert worst(done, expected(older, PROMPT, done, sampling), 0, old.end) <= TOLERANCE
+        assert worst(done, expected(newer, PROMPT, done, sampling), new.start) <= TOLERANCE
+        assert worst(done, expected(older, PROMPT, done, sampling), new.start) > 0.1, "the weights should differ"
+
+
 async def test_a_rank_that_loads_something_else_loses_the_engine(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks are forked from this process, with what it has patched."""
     from opentinker.services.rollout_worker.engines.shards import SharedBuckets
