@@ -21,7 +21,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz =?\n.,:!'\"-+*/<>()[]_#%$&"
-VOCABULARY = [PAD, EOS, UNKNOWN, *CHARACTERS]
+SPECIAL = [PAD, EOS, UNKNOWN]
+VOCABULARY = [*SPECIAL, *CHARACTERS]
 PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 STAMP = "make_tiny.json"
 
@@ -34,19 +35,22 @@ def make_tiny(
     norm_scale: float = 1.0,
     seed: int = 0,
     context_length: int = 4096,
+    characters: str = CHARACTERS,
 ) -> Path:
     """Write the model to `directory` (made if missing) and return it.
 
+    `characters`: those that the tokenizer knows; if upper-case letters are among them, it tells the cases apart.
     Raises FileExistsError if the directory holds something that this function did not make.
     """
     directory = Path(directory)
+    vocabulary = [*SPECIAL, *characters]
     options = {
         "hidden_size": hidden_size,
         "layers": layers,
         "norm_scale": norm_scale,
         "seed": seed,
         "context_length": context_length,
-        "vocabulary": VOCABULARY,
+        "vocabulary": vocabulary,
     }
     stamp = directory / STAMP
     if stamp.exists() and json.loads(stamp.read_text()) == options:
@@ -56,8 +60,9 @@ def make_tiny(
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".make_tiny-") as temporary:
         made = Path(temporary) / "model"
-        tiny_tokenizer(context_length).save_pretrained(made)
-        tiny_model(hidden_size, layers, norm_scale, seed, context_length).save_pretrained(made)
+        tiny_tokenizer(context_length, characters).save_pretrained(made)
+        size = len(vocabulary)
+        tiny_model(hidden_size, layers, norm_scale, seed, context_length, vocab_size=size).save_pretrained(made)
         (made / STAMP).write_text(json.dumps(options))
         if directory.exists():
             shutil.rmtree(directory)
@@ -65,10 +70,13 @@ def make_tiny(
     return directory
 
 
-def tiny_tokenizer(context_length: int = 4096) -> PreTrainedTokenizerFast:
-    """One id per character; upper case is read as lower case, anything else unknown becomes `<unk>`."""
-    core = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token=UNKNOWN))
-    core.normalizer = normalizers.Lowercase()
+def tiny_tokenizer(context_length: int = 4096, characters: str = CHARACTERS) -> PreTrainedTokenizerFast:
+    """One id per character; anything unknown becomes `<unk>`. Upper case is read as lower case if no upper-case letter
+    is among the characters."""
+    tokens = [*SPECIAL, *characters]
+    core = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token=UNKNOWN))
+    if characters == characters.lower():
+        core.normalizer = normalizers.Lowercase()
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     core.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
@@ -82,9 +90,17 @@ def tiny_tokenizer(context_length: int = 4096) -> PreTrainedTokenizerFast:
     )
 
 
-def tiny_model(hidden_size: int, layers: int, norm_scale: float, seed: int, context_length: int) -> Qwen3ForCausalLM:
+def tiny_model(
+    hidden_size: int,
+    layers: int,
+    norm_scale: float,
+    seed: int,
+    context_length: int,
+    *,
+    vocab_size: int = len(VOCABULARY),
+) -> Qwen3ForCausalLM:
     config = Qwen3Config(
-        vocab_size=64,
+        vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=2 * hidden_size,
         num_hidden_layers=layers,

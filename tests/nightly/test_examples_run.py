@@ -33,6 +33,7 @@ COMMANDS = {
     "runs/models/tiny": ["examples.models.make_tiny"],
     "runs/models/kuhn": ["examples.models.make_kuhn"],
     "runs/models/tictactoe": ["examples.models.make_tictactoe"],
+    "runs/models/gomoku": ["examples.models.make_gomoku"],
     "runs/models/smollm2-135m-instruct": ["examples.models.make_smollm2"],
     "runs/models/smollm2-tools": ["examples.models.make_smollm2", "--tools"],
     "runs/models/seeing": ["examples.models.make_seeing"],
