@@ -13,8 +13,8 @@ from opentinker.envs.builtin.gomoku_board import BLACK, STONES, WHITE, Board, Pa
 from opentinker.envs.builtin.gomoku_cells import FREE, LARGEST_SIZE, OWN, RIVAL, CellsBoard
 from opentinker.envs.builtin.gomoku_values import move_values
 
-MOST_RANDOM_STONES = 4
-"""At the start: they end no game."""
+FEWEST_FREE = 4
+"""Fields that random stones at the start leave free."""
 
 
 def greedy(game: Gomoku) -> str:
@@ -68,8 +68,9 @@ class Gomoku(Environment):
         search of forced wins and the shape of the position (`gomoku_values.py`), not perfect play. For tree sampling,
         which compares the candidates of a turn by their immediate rewards, and boards of up to 5 x 5."""
         random_turns: Annotated[float, Field(ge=0.0, le=0.9)] = 0.0
-        """self: probability that the next move, of either seat, is made at random by the environment. Policies then
-        meet many more positions than their own play leads to."""
+        """self: probability that the next move, of either seat, is made at random by the environment; and games begin
+        with any number of random stones. Policies then meet many more positions than their own play leads to, late
+        ones as often as early ones."""
 
         @model_validator(mode="after")
         def _rules(self) -> Gomoku.Config:
@@ -112,8 +113,8 @@ class Gomoku(Environment):
         self.seen: set[str] = set()
         if self.config.opponent == "bot" and self.board.next != self.colour:
             self._bot()
-        while self.board.played < MOST_RANDOM_STONES and self._is_random_turn():
-            self._place(self.draw.choice(self.board.free()))
+        if self.config.random_turns:
+            self._place_stones()
         return Opening(messages=[user(self._asks())], seat=self._seat, stream=self._stream)
 
     async def step(self, action: Action) -> Step:
@@ -150,6 +151,15 @@ class Gomoku(Environment):
         if not left:
             return self._end(self.board.next, self._parts(illegal=-penalty - 1.0), 0.0, forfeit=True)
         return self._next(f"{read.problem}, {left} more.\n{STONES[self.board.next]}:", self._parts(illegal=-penalty))
+
+    def _place_stones(self) -> None:
+        """Add any number of random stones that do not end the game."""
+        stones = self.draw.randrange(self.config.size**2 - FEWEST_FREE)
+        while self.board.played < stones:
+            quiet = sorted({*self.board.free()} - {*self.board.completes(self.board.next)})
+            if not quiet:
+                return
+            self.board.place(self.draw.choice(quiet))
 
     def _is_random_turn(self) -> bool:
         """Without random turns nothing is drawn: bots have the same draws whichever way they play."""

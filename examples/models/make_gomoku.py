@@ -2,7 +2,7 @@
 
     python -m examples.models.make_gomoku DIR [--seed 0]
 
-`make_tiny` with 2 layers of 128, the characters of the board and random weights (0.4M parameters), then a minute of
+`make_tiny` with 2 layers of 128, the characters of the board and random weights (0.4M parameters), then two minutes of
 supervised learning of the prompts of `gomoku` with `rules = false` and `board = "cells"`, of random positions: it
 learns which fields are free, and nothing about which are good. Calling it again does nothing, except with another seed.
 """
@@ -19,7 +19,7 @@ from examples.models.make_tiny import STAMP, make_tiny
 from opentinker.envs.builtin.gomoku_cells import FREE, OWN, RIVAL, CellsBoard
 
 SIZE, WIN = 5, 4
-POSITIONS, STEPS, BATCH, LR = 20_000, 200, 128, 3e-2
+POSITIONS, STEPS, ALL_WEIGHTS, BATCH, LR = 20_000, 100, 250, 256, 3e-2
 
 
 def make_gomoku(directory: Path | str, *, seed: int = 0) -> Path:
@@ -29,7 +29,7 @@ def make_gomoku(directory: Path | str, *, seed: int = 0) -> Path:
     if stamp.exists() and json.loads(stamp.read_text()) == _stamp(seed):
         return directory
     make_tiny(directory, hidden_size=128, layers=2, seed=seed, characters=f"{FREE}{OWN}{RIVAL}:")
-    teach(directory, _moves(random.Random(seed)), steps=STEPS, lr=LR, batch=BATCH)
+    teach(directory, _moves(random.Random(seed)), steps=STEPS, lr=LR, batch=BATCH, all_weights=ALL_WEIGHTS)
     stamp.write_text(json.dumps(_stamp(seed)))
     return directory
 
@@ -48,7 +48,7 @@ def _moves(draw: random.Random) -> dict[str, list[str]]:
 
 
 def _stamp(seed: int) -> dict[str, int]:
-    return {"gomoku_steps": STEPS, "seed": seed}
+    return {"gomoku_steps": STEPS + ALL_WEIGHTS, "seed": seed}
 
 
 def main() -> None:
