@@ -14,6 +14,7 @@ import json
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -27,6 +28,16 @@ PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor
 STAMP = "make_tiny.json"
 
 
+class Lesson(Protocol):
+    """Supervised learning that a model gets before it is moved to its place."""
+
+    def options(self) -> dict[str, Any]:
+        """Return what the model depends on, for its stamp."""
+
+    def teach(self, directory: Path) -> None:
+        """Train the model there and save it in its place."""
+
+
 def make_tiny(
     directory: Path | str,
     *,
@@ -36,6 +47,7 @@ def make_tiny(
     seed: int = 0,
     context_length: int = 4096,
     characters: str = CHARACTERS,
+    lesson: Lesson | None = None,
 ) -> Path:
     """Write the model to `directory` (made if missing) and return it.
 
@@ -51,7 +63,7 @@ def make_tiny(
         "seed": seed,
         "context_length": context_length,
         "vocabulary": vocabulary,
-    }
+    } | (lesson.options() if lesson else {})
     stamp = directory / STAMP
     if stamp.exists() and json.loads(stamp.read_text()) == options:
         return directory
@@ -63,6 +75,8 @@ def make_tiny(
         tiny_tokenizer(context_length, characters).save_pretrained(made)
         size = len(vocabulary)
         tiny_model(hidden_size, layers, norm_scale, seed, context_length, vocab_size=size).save_pretrained(made)
+        if lesson:
+            lesson.teach(made)
         (made / STAMP).write_text(json.dumps(options))
         if directory.exists():
             shutil.rmtree(directory)
