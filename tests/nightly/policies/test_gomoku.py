@@ -30,5 +30,5 @@ async def test_both_policies_learn_to_win_against_the_bots(tmp_path: Path, figur
             figure(f"{name}: win rate against {bot} {[line[f'val/winrate/{bot}'] for line in lines]}")
         assert lines[0]["val/winrate/random"] <= 0.75, "it begins with any legal move"
         assert lines[-1]["val/forfeit"] < 0.02
-        assert lines[-1]["val/winrate/random"] >= 0.9
-        assert lines[-1]["val/winrate/greedy"] >= lines[0]["val/winrate/greedy"] + 0.1
+        assert lines[-1]["val/winrate/random"] >= lines[0]["val/winrate/random"] + 0.25
+        assert lines[-1]["val/rating"] >= lines[0]["val/rating"] + 200
