@@ -48,7 +48,7 @@ from opentinker.shared.types.trajectories import Group, Span
 
 PRESETS = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "ppo", "dapo", "cispo", "gspo")
 """Those that learn from rewards alone, and are not for several seats."""
-MODEL = {"hidden_size": 128, "layers": 2}
+MODEL: dict[str, Any] = {"hidden_size": 128, "layers": 2}
 CONTEXT = 64
 WINDOW = 10
 GROUPS, GROUP_SIZE = 8, 16
