@@ -26,7 +26,7 @@ from tests.support.api import OPERATOR as KEY
 from tests.support.cluster import Cluster, shared_fixture
 from tests.support.factories import make_spec
 from tests.support.lineage import BESIDE_METRICS, faults, undocumented
-from tests.support.listening import listening
+from tests.support.listening import listening, living
 
 REFERENCE = ("groups", "groups_per_s", "tokens", "tokens_per_s")
 
@@ -46,6 +46,11 @@ def one_digit(tiny: Path, **changes: Any) -> JobSpec:
         "train": {"steps": 250, "lr": 3e-4, "warmup_steps": 10, "checkpoint_every": 10, "target": {"exact": 0.6}},
     }
     return make_spec(**{**fields, **changes})
+
+
+def descendants(pid: int) -> list[int]:
+    children = [child for child, parent in living() if parent == pid]
+    return [found for child in children for found in (child, *descendants(child))]
 
 
 def assert_exact_numerics(lines: list[dict[str, Any]]) -> None:
@@ -121,6 +126,22 @@ async def test_a_model_divided_among_two_ranks_is_trained(system: Cluster, tiny:
     lines = system.lines(job)
     assert_exact_numerics(lines)
     assert lineage_faults(system, job, 5) == []
+
+
+async def test_a_killed_worker_of_a_divided_model_leaves_no_rank_and_its_successor_serves_the_job(
+    system: Cluster, tiny: Path
+) -> None:
+    spec = one_digit(tiny, rollout={"max_tokens": 3, "tensor_parallel": 2}, train={"steps": 12, "lr": 3e-4})
+    job = await system.submit(spec)
+    await system.reaches(job, 2)
+    worker = next(w for w in await system.store.workers() if w.ready_for(job))
+    below = [pid for child in system.children(worker.id) for pid in (child, *descendants(child))]
+    assert len(below) >= 2, "a process for each rank"
+    system.kill(worker.id)
+    await until(lambda: not {*below} & {pid for pid, _ in living()})
+    assert (await system.succeeds(job))["step"] == 12
+    assert_exact_numerics(system.lines(job))
+    assert lineage_faults(system, job, 12) == []
 
 
 @pytest.mark.nightly
