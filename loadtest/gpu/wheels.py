@@ -22,7 +22,7 @@ from loadtest.gpu.bootstrap import NEEDED, WHEELS, normal
 MOST_BYTES = 60_000_000
 LEFT_OUT = re.compile(
     r"(torch|triton|setuptools|numpy|nvidia-(?!ml-py)|cuda-|sympy|networkx|mpmath|filelock|fsspec|typing-extensions|"
-    r"sqlalchemy|greenlet|alembic|mako|accelerate|hf-xet)"
+    r"sqlalchemy|greenlet|alembic|mako|hf-xet)"
 )
 """What comes with torch, and what other packages name but the suite does not import."""
 PLATFORMS = ("manylinux_2_5", "manylinux1", "manylinux_2_12", "manylinux2010", "manylinux_2_17", "manylinux2014",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,11 +11,13 @@ from pathlib import Path
 import orjson
 import pytest
 import torch
+from packaging.requirements import Requirement
 
 from loadtest.gpu import __main__ as suite
 from loadtest.gpu import bootstrap
 from loadtest.gpu._bench import Bench, Finding, Skipped, at_least, at_most
 from loadtest.gpu._models import FOUR, HALF, ONE_AND_A_HALF, TINY, made
+from loadtest.gpu.wheels import LEFT_OUT
 from opentinker.shared.data.gpu_memory import ModelSize, model_size, training_bytes
 from opentinker.shared.data.model_files import parameters_in
 from opentinker.shared.nn import attention
@@ -79,6 +82,13 @@ def test_without_a_gpu_it_says_what_is_missing() -> None:
 
 def wheel(folder: Path, name: str, number: str) -> None:
     (folder / f"{name}-{number}-py3-none-any.whl").touch()
+
+
+@pytest.mark.parametrize("package", ["peft", "safetensors", "structlog"])
+def test_what_a_packed_package_cannot_be_imported_without_is_packed_too(package: str) -> None:
+    wanted = [Requirement(line) for line in importlib.metadata.requires(package) or ()]
+    needed = {bootstrap.normal(one.name) for one in wanted if one.marker is None or one.marker.evaluate({"extra": ""})}
+    assert not {name for name in needed if LEFT_OUT.match(name)} - {"torch", "numpy"}, "those come with torch"
 
 
 def test_only_missing_and_old_packages_come_from_the_wheels(tmp_path: Path) -> None:
