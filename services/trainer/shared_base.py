@@ -12,7 +12,7 @@ import shutil
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import structlog
 
@@ -20,7 +20,7 @@ from opentinker.shared.asyncio_tools import finish_uncancelled
 from opentinker.shared.data.readable_paths import opening
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.spec.engines import bank_of
+from opentinker.shared.spec.engines import MAX_SHARED_RANK, bank_of
 from opentinker.shared.types.errors import OpenTinkerError
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class SharedBase:
         self._jobs = 0
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    async def __aenter__(self) -> SharedBase:
+    async def __aenter__(self) -> Self:
         threads = THREADS_PER_JOB * self._ctx.settings.bank_jobs
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(threads))
         return self
@@ -86,14 +86,14 @@ class SharedBase:
         await self._held.enter_async_context(loop)
         loop.task.add_done_callback(self._ended)
         self._base, self._loop = base, loop
-        log.info("base_loaded", base=base, capacity=str(loop.bank.capacity))
+        log.info("base_loaded", base=base, slots=loop.bank.slots)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and not self._failed.done():
             self._failed.set_exception(task.exception() or OpenTinkerError("the adapter bank ended by itself"))
 
     def _load(self, spec: JobSpec) -> BankLoop:
-        """Load the base and measure its room. Blocking; torch is imported here. Raises JobFailed."""
+        """Load the base. Blocking; torch is imported here. Raises JobFailed."""
         from opentinker.services.trainer.bank.adapter_bank import AdapterBank
         from opentinker.services.trainer.bank.bank_loop import BankLoop
         from opentinker.services.trainer.bank.base_model import BaseModel
@@ -101,9 +101,11 @@ class SharedBase:
 
         tokens = self._ctx.settings.bank_tokens
         limits = BankLimits(
-            step_tokens=tokens, datum_tokens=tokens, command_tokens=8 * tokens, waiting_tokens=16 * tokens
-        )
+            step_tokens=tokens, datum_tokens=tokens, command_tokens=8 * tokens, waiting_tokens=16 * tokens,
+            rank=MAX_SHARED_RANK,
+        )  # fmt: skip
         store = self._ctx.settings.data_dir / "run" / "banks" / self._ctx.worker
         shutil.rmtree(store, ignore_errors=True)  # jobs resume from their checkpoints, not from what a bank has evicted
         model = BaseModel(spec.model.base, spec.model.dtype)
-        return BankLoop(AdapterBank(model, store, limits))
+        # Not measured: the largest pass takes minutes on a CPU, and the operator has said how many jobs there are.
+        return BankLoop(AdapterBank(model, store, limits, slots=self._ctx.settings.bank_jobs))

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 LIVE_VERSIONS = 6
 """Versions of another job's live policy that running requests may use at the same time."""
+MAX_SHARED_RANK = 64
+"""Largest rank of an adapter whose job shares a trainer."""
 SHARED = "resources.trainer = 'shared'"
 EMBEDDINGS = ("lm_head", "embed_tokens")
 """Layers that share their weights in many models."""
@@ -151,6 +153,8 @@ def settle_shared(spec: JobSpec) -> list[dict[str, Any]]:
         (spec.kind not in ("rl", "sft", "dpo"), "resources.trainer", "shared", f"does not apply to kind {spec.kind!r}"),
         (bool(spec.policies), "policies", sorted(spec.policies), f"cannot share a trainer yet; {own}"),
         (lora is None, "model.lora", None, "is needed: jobs share the base model and train an adapter each"),
+        (lora is not None and lora.rank > MAX_SHARED_RANK, "model.lora.rank", lora and lora.rank,
+         f"is above {MAX_SHARED_RANK}, the most here; {own}"),
         (lora is not None and lora.dropout > 0, "model.lora.dropout", lora and lora.dropout, "must be 0"),
         (model.fp32_head, "model.fp32_head", True, f"would change the base of other jobs; {own}"),
         (train.gradient_checkpointing, "train.gradient_checkpointing", True, f"would change that of others; {own}"),

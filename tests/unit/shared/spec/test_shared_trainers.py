@@ -29,6 +29,7 @@ def test_jobs_that_share_a_trainer_have_base_and_precision_in_common() -> None:
     ("changes", "field", "problem"),
     [
         ({"model": {"base": "m"}}, "model.lora", "is needed: jobs share the base model"),
+        ({"model": {"base": "m", "lora": {"rank": 65}}}, "model.lora.rank", "is above 64, the most here"),
         ({"model": {"base": "m", "lora": {"dropout": 0.1}}}, "model.lora.dropout", "must be 0"),
         (
             {"model": {**ADAPTER, "dtype": "bfloat16", "fp32_head": True}},

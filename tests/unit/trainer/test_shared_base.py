@@ -1,0 +1,128 @@
+"""The base of a trainer process: loaded once, changed when nothing trains on it, and the end of a bank that crashes."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from opentinker.services.trainer import shared_base
+from opentinker.services.trainer.shared_base import SharedBase
+from opentinker.shared.spec import JobSpec
+from opentinker.shared.types.errors import JobFailed
+from tests.conftest import until
+from tests.support.factories import make_spec
+
+
+def on(base: str) -> JobSpec:
+    return make_spec(model={"base": base, "lora": {}}, train={"steps": 1}, resources={"trainer": "shared"})
+
+
+class Bank:
+    """In the place of a bank's loop."""
+
+    def __init__(self, base: str) -> None:
+        self.base, self.bank, self.is_closed = base, SimpleNamespace(slots=1), False
+        self.crash = asyncio.Event()
+
+    async def __aenter__(self) -> Bank:
+        self.task = asyncio.create_task(self._run())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.is_closed = True
+        self.task.cancel()
+        await asyncio.wait([self.task])
+
+    async def _run(self) -> None:
+        await self.crash.wait()
+        raise MemoryError("in a pass")
+
+
+class Process(SharedBase):
+    """One whose loads a test holds up."""
+
+    def __init__(self) -> None:
+        super().__init__(SimpleNamespace(settings=SimpleNamespace(bank_jobs=1), store=None))  # type: ignore[arg-type]
+        self.loads: list[Bank] = []
+        self.may_load = threading.Event()
+        self.may_load.set()
+
+    def _load(self, spec: JobSpec) -> Any:
+        self.may_load.wait()
+        if spec.model.base == "vision":
+            raise JobFailed("model 'vision' is a vision model")
+        self.loads.append(Bank(spec.model.base))
+        return self.loads[-1]
+
+
+@pytest.fixture
+async def process(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Process]:
+    monkeypatch.setattr(shared_base, "opening", lambda *_: nullcontext())
+    async with Process() as found:
+        yield found
+    assert all(bank.is_closed for bank in found.loads)
+
+
+async def test_jobs_of_one_base_have_one_bank_which_stays_for_the_next(process: Process) -> None:
+    async with process.bank_for("j-1", on("a")) as first, process.bank_for("j-2", on("a")) as second:
+        assert first is second
+    async with process.bank_for("j-3", on("a")) as third:
+        assert third is first and len(process.loads) == 1
+
+
+async def test_a_job_of_another_base_waits_until_the_last_job_has_left(process: Process) -> None:
+    entered = asyncio.Event()
+
+    async def other() -> None:
+        async with process.bank_for("j-2", on("b")):
+            entered.set()
+
+    async with process.bank_for("j-1", on("a")):
+        waiting = asyncio.create_task(other())
+        async with process.bank_for("j-3", on("a")):
+            pass
+        assert not entered.is_set() and not process.loads[0].is_closed
+    await waiting
+    assert [bank.base for bank in process.loads] == ["a", "b"] and process.loads[0].is_closed
+
+
+async def test_a_job_that_is_cancelled_while_the_base_loads_leaves_it_to_the_next(process: Process) -> None:
+    process.may_load.clear()
+
+    async def first() -> None:
+        async with process.bank_for("j-1", on("a")):
+            raise AssertionError
+
+    loading = asyncio.create_task(first())
+    await asyncio.sleep(0)
+    loading.cancel()
+    process.may_load.set()
+    with pytest.raises(asyncio.CancelledError):
+        await loading
+    async with process.bank_for("j-2", on("b")) as bank:
+        assert id(bank) == id(process.loads[-1])
+
+
+async def test_a_base_that_cannot_be_shared_fails_its_job_alone(process: Process) -> None:
+    async with process.bank_for("j-1", on("a")):
+        pass
+    with pytest.raises(JobFailed, match="is a vision model"):
+        async with process.bank_for("j-2", on("vision")):
+            raise AssertionError
+    async with process.bank_for("j-3", on("a")):
+        assert [bank.base for bank in process.loads] == ["a", "a"]
+
+
+async def test_a_bank_that_crashes_ends_the_process(process: Process) -> None:
+    failing = asyncio.create_task(process.failure())
+    async with process.bank_for("j-1", on("a")):
+        process.loads[0].crash.set()
+        await until(failing.done)
+    with pytest.raises(MemoryError, match="in a pass"):
+        await failing
