@@ -55,7 +55,7 @@ async def serve(ctx: Context) -> None:
         make = partial(make_engine, settings=ctx.settings, warm=warm)
         await run_lease(worker, lease, spec, make, sessions, kept=warm.has_engine)
 
-    if ctx.settings.preload:
+    if ctx.settings.preload and vllm_startup.is_installed():
         # Before the first heartbeat: imports hold the interpreter for seconds, and a silent worker counts as dead.
         await asyncio.to_thread(vllm_startup.preload)
     with tempfile.TemporaryDirectory(prefix=f"{vllm_startup.OWN}{os.getpid()}-", ignore_cleanup_errors=True) as place:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import importlib.util
 import os
 import signal
 import socket
@@ -57,6 +58,11 @@ def prepare() -> None:
         if gpu and name in ("TORCHDYNAMO_DISABLE", "VLLM_ENABLE_V1_MULTIPROCESSING"):
             continue
         os.environ.setdefault(name, value)
+
+
+def is_installed() -> bool:
+    """Return whether there is a vLLM. Jobs with the simulated engine need none."""
+    return importlib.util.find_spec("vllm") is not None
 
 
 def preload() -> None:
