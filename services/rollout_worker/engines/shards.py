@@ -91,18 +91,31 @@ def sent_sum(weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) ->
     return bit_sum(tensor.to(dtype) for _, tensor in weights)
 
 
-def held_sums(model: torch.nn.Module, sent: Mapping[str, list[int]], dtype: torch.dtype, rank: int) -> dict[str, Sum]:
+def held_sums(model: torch.nn.Module, sent: Mapping[str, list[int]], dtype: torch.dtype, rank: int) -> dict[str, Any]:
     """Sum the rank's parameters: `part` of those that are divided, without copies and padding, and `whole` of those
-    that each rank has like the others. `sent`: shapes by name. Empty where a parameter has another dtype."""
+    that each rank has like the others. `sent`: shapes by name. Where a parameter has another dtype or is not known from
+    `sent`, the copies on other ranks would not be told from parts: its name as `unchecked`."""
     limits = {id(tensor): rows for layer in model.modules() for tensor, rows in _own_rows(layer, rank)}
     part: list[torch.Tensor] = []
     whole: list[torch.Tensor] = []
     for name, tensor in model.named_parameters():
-        if tensor.dtype != dtype:
-            return {}
+        shape = _undivided(name, sent, getattr(model, "packed_modules_mapping", {}))
+        if tensor.dtype != dtype or shape is None:
+            return {"unchecked": name}
         own = tensor.detach()[: limits.get(id(tensor), len(tensor))] if tensor.ndim else tensor.detach()
-        (whole if sent.get(name) == list(tensor.shape) else part).append(own)
+        (whole if shape == list(tensor.shape) else part).append(own)
     return {"part": bit_sum(part), "whole": bit_sum(whole)}
+
+
+def _undivided(name: str, sent: Mapping[str, list[int]], packed: Mapping[str, Sequence[str]]) -> list[int] | None:
+    """Return the shape of a parameter on one rank alone: as it was sent, or joined from several that were."""
+    if name in sent:
+        return sent[name]
+    for joined, names in packed.items():
+        shapes = [sent.get(name.replace(f".{joined}.", f".{one}.")) for one in names]
+        if found := [shape for shape in shapes if shape is not None] if None not in shapes else []:
+            return [sum(shape[0] for shape in found), *found[0][1:]]
+    return None
 
 
 def _own_rows(layer: torch.nn.Module, rank: int) -> Iterable[tuple[torch.nn.Parameter, int]]:
@@ -135,8 +148,7 @@ def together(answers: Sequence[Any]) -> Any:
 
 
 def _not_what_was_sent(answers: Sequence[dict[str, Any]]) -> str:
-    """Return why the ranks do not hold the version together; empty if they do, or if a model keeps parameters in a
-    dtype other than the one that is sent, which `held_sums` shows."""
+    """Return why the ranks do not hold the version together; empty if they do, or where `held_sums` cannot tell."""
     sent = answers[0].get("sent")
     if sent is None or not all("part" in answer for answer in answers):
         return ""

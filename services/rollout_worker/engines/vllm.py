@@ -322,6 +322,8 @@ class VllmEngine:
                     if "error" in answer:
                         raise self._process.lost(f"loading {version} failed half way: {answer['error']}")
                     log.debug("weights_loaded", version=str(version), rank_sums=answer["parts"])
+                    if "unchecked" in answer:
+                        log.info("rank_sums_unchecked", version=str(version), parameter=answer["unchecked"])
                     whole = True
                 await core.set_weight_version_async(str(version))
                 self.version = version

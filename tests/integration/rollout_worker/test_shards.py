@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -63,6 +64,37 @@ def test_ranks_hold_together_what_was_sent(dtype: torch.dtype) -> None:
     assert "rank 1 has not loaded" in together([first, answer(halves[1], norm + 1)])["error"]
     few = together([first, answer(halves[1][:4], norm)])["error"]
     assert "the 2 ranks together hold" in few and "rollout_gpus = 1" in few
+
+
+class Layer(torch.nn.Module):
+    """Names of a model of vLLM, of which each rank has the norm, and `down` is one half."""
+
+    packed_modules_mapping: ClassVar = {"both": ["one", "other"]}
+
+    def __init__(self, more: Sequence[str] = ()) -> None:
+        super().__init__()
+        sizes = {"norm": 3, "down": 4, "both": 6, **dict.fromkeys(more, 2)}
+        for name, size in sizes.items():
+            self.add_module(name, torch.nn.Linear(2, size, bias=False))
+
+
+def test_weights_that_came_under_other_names_are_not_counted() -> None:
+    from opentinker.services.rollout_worker.engines.shards import held_sums, together
+
+    shapes = {"norm": 3, "down": 8, "one": 2, "other": 4}
+    sent = {f"layer.{name}.weight": [size, 2] for name, size in shapes.items()}
+
+    def held(*more: str) -> dict[str, Any]:
+        model = torch.nn.ModuleDict({"layer": Layer(more)})
+        model.packed_modules_mapping = Layer.packed_modules_mapping  # type: ignore[assignment]
+        return held_sums(model, sent, torch.float32, 0)
+
+    found = held()
+    assert (found["part"][0], found["whole"][0]) == (8, 18), "what is joined and not divided is on each rank"
+    unknown = held("tower")
+    assert unknown == {"unchecked": "layer.tower.weight"}
+    done = together([{"seconds": 0.1, **unknown, "sent": [34, 0]}, {"seconds": 0.1, **unknown}])
+    assert "error" not in done and done["parts"] == [] and done["unchecked"] == "layer.tower.weight"
 
 
 def test_the_answer_of_all_ranks_is_none_until_each_has_one() -> None:
