@@ -46,10 +46,10 @@ async def run_lease(
     make_engine: MakeEngine,
     sessions: Sessions,
     *,
-    kept: bool = False,
+    kept: float = 0.0,
 ) -> None:
-    """Load tokenizer and engine, then run the job. `kept`: the last job's engine is still there. Raises JobFailed when
-    the model cannot be served."""
+    """Load tokenizer and engine, then run the job. `kept`: share of the GPU that the last job's engine still has.
+    Raises JobFailed when the model cannot be served."""
     async with AsyncExitStack() as held:
         load = Loader(worker, lease, spec, make_engine, held, kept=kept)
         policies = await load.policies()
@@ -72,7 +72,7 @@ class Loader:
         make_engine: MakeEngine,
         held: AsyncExitStack,
         *,
-        kept: bool,
+        kept: float,
     ) -> None:
         self._worker, self._lease, self._spec, self._make_engine, self._held = worker, lease, spec, make_engine, held
         self._engines = engines(spec)

@@ -53,7 +53,7 @@ async def serve(ctx: Context) -> None:
         readable = await readable_by(ctx.store, ctx.settings, record.tenant, record.spec)
         sessions = EnvClient(ctx.bus, tenant=record.tenant, owner=owner, own_jobs=readable.own)
         make = partial(make_engine, settings=ctx.settings, warm=warm)
-        await run_lease(worker, lease, spec, make, sessions, kept=warm.has_engine)
+        await run_lease(worker, lease, spec, make, sessions, kept=warm.share)
 
     if ctx.settings.preload and vllm_startup.is_installed():
         # Before the first heartbeat: imports hold the interpreter for seconds, and a silent worker counts as dead.

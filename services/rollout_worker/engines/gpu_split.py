@@ -107,8 +107,6 @@ def _alone(total: int, engine: int, needed: int, near: Neighbours, staged: int) 
             f"a rollout worker's GPU has {told}; the engines need {needed / GB:.1f}, and {share * total / GB:.1f} are "
             "left. End the processes that `nvidia-smi` lists, or give the rollout worker another GPU"
         )
-    # In hundredths: an engine is kept for the next job if that gets the same share.
-    share = int(share * 100) / 100
     return GpuSplit(
         share, False, f"{told}, {staged / GB:.1f} for a version that arrives, {share * total / GB:.1f} left"
     )
@@ -123,11 +121,11 @@ def _share(total: int, taken: int, near: Neighbours, staged: int) -> float:
 
 
 async def gpu_split(
-    worker: LeasedWorker, lease: Lease, spec: JobSpec, model: str, engines: int = 1, *, kept: bool = False
+    worker: LeasedWorker, lease: Lease, spec: JobSpec, model: str, engines: int = 1, *, kept: float = 0.0
 ) -> GpuSplit:
     """Return what the engines of this worker may take, and report it in the job's events where the GPU is shared or
-    the spec says how much. Before one of them is loaded. `model`: what each of them loads; `kept`: the engine of the
-    worker's last job is there, and ends or serves this one."""
+    the spec says how much. Before one of them is loaded. `model`: what each of them loads; `kept`: share of the
+    GPU that the engine of the worker's last job still has; it serves this one, or ends first."""
     sleeps = spec.rollout.sleep == "always"
     if spec.rollout.toy is not None or not worker.info.gpus:
         return GpuSplit(sleeps=sleeps)
@@ -139,11 +137,13 @@ async def gpu_split(
         engine, staged = weights // ranks, weights if ranks == 1 and _stages(spec) else 0
         splits = []
         for gpu in worker.info.gpus[:ranks]:  # vLLM takes the same share of each
-            used = None if kept else await asyncio.to_thread(used_bytes, gpu.uuid)
-            near = await asyncio.to_thread(neighbours, spec, lease.job, gpu, others, used or 0)
+            used = max(0, (await asyncio.to_thread(used_bytes, gpu.uuid) or 0) - int(kept * gpu.memory))
+            near = await asyncio.to_thread(neighbours, spec, lease.job, gpu, others, used)
             how: dict[str, Any] = {"sleep": spec.rollout.sleep, "may_sleep": len(spec.policies) < 2}
             splits.append(split(gpu.memory, engine, near, staged=staged, **how))
         found = min(splits, key=lambda one: (not one.sleeps, one.share))
+        if kept and abs(found.share - kept) < SPARE / 2:  # no engine takes its share to the byte
+            found = found._replace(share=kept)
     found = found._replace(is_shared=is_shared(worker.info, ranks, others))
     if found.why:
         detail = {**found._asdict(), "worker": worker.info.id}

@@ -263,7 +263,7 @@ class VllmProcess:
         if not await let_go(llm):
             return False
         assert self._key is not None
-        self._warm.put(KeptEngine(self._key, llm, self.context_length, self.merges))
+        self._warm.put(KeptEngine(self._key, llm, self.context_length, self.merges, self._gpu_share))
         return True
 
     async def _load(self) -> None:

@@ -35,6 +35,8 @@ class KeptEngine:
     """vllm.AsyncLLM."""
     context_length: int
     merges: bool
+    share: float
+    """Of the GPU's memory."""
 
 
 class WarmEngine:
@@ -48,8 +50,9 @@ class WarmEngine:
         self._expiry: asyncio.Task[None] | None = None
 
     @property
-    def has_engine(self) -> bool:
-        return self._kept is not None
+    def share(self) -> float:
+        """Return the share of the GPU's memory that an engine has which is kept; 0 without one."""
+        return 0.0 if self._kept is None else self._kept.share
 
     async def take(self, key: Key | None) -> KeptEngine | None:
         """Give away the engine with this key if it is there and alive. Any other ends first: two may not fit."""

@@ -159,13 +159,30 @@ def test_the_next_version_is_made_while_the_last_one_is_sent(spec: JobSpec) -> N
     assert near.rest == memory.weights + memory.moments + 2 * memory.snapshot + CONTEXT_BYTES
 
 
-async def test_all_engines_of_a_worker_have_one_measurement(spec: JobSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    used = iter([4 * GB, 60 * GB])
-    monkeypatch.setattr(gpu_split, "used_bytes", lambda _: next(used))
-    own = worker(Pool.ROLLOUT, HERE)
+async def shares(
+    spec: JobSpec, monkeypatch: pytest.MonkeyPatch, *used: int, kept: float = 0.0, own: WorkerInfo | None = None
+) -> list[float]:
+    """Return the shares of two engines of a worker, where the driver says that this much is in use."""
+    measured = iter(used)
+    monkeypatch.setattr(gpu_split, "used_bytes", lambda _: next(measured))
+    own = own or worker(Pool.ROLLOUT, HERE)
     ctx = SimpleNamespace(store=SimpleNamespace(workers=AsyncMock(return_value=[own]), update=AsyncMock()))
     lease = Lease(job="j", worker=own.id, incarnation="i", epoch=1, pool=Pool.ROLLOUT)
     leased: Any = SimpleNamespace(info=own, ctx=ctx)
-    for kept in (False, True):  # its own engine is not counted against the next
-        load = Loader(leased, lease, spec, lambda *_: None, AsyncExitStack(), kept=kept)  # type: ignore[arg-type]
-        assert [(await load._split("nowhere")).share for _ in range(2)] == [ALONE, ALONE]
+    load = Loader(leased, lease, spec, lambda *_: None, AsyncExitStack(), kept=kept)  # type: ignore[arg-type]
+    return [(await load._split("nowhere")).share for _ in range(2)]
+
+
+async def test_all_engines_of_a_worker_have_one_measurement(spec: JobSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert await shares(spec, monkeypatch, 4 * GB, 60 * GB) == [ALONE, ALONE]
+
+
+async def test_an_engine_that_is_kept_is_not_counted_against_the_next_and_strangers_are(
+    spec: JobSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, _ = await shares(spec, monkeypatch, 40 * GB)
+    assert first == pytest.approx(0.46)
+    engine = int(first * TOTAL) + GB // 2  # never its share to the byte
+    assert await shares(spec, monkeypatch, 40 * GB + engine, kept=first) == [first] * 2, "the engine is kept"
+    assert (await shares(spec, monkeypatch, 20 * GB + engine, kept=first))[0] == pytest.approx(0.96 - 20.5 / 80)
+    assert await shares(spec, monkeypatch, 73 * GB, kept=ALONE) == [ALONE] * 2

@@ -25,15 +25,16 @@ class Ends:
 
 
 def engine(name: str, key: tuple[Any, ...] = ("base",), *, errored: bool = False) -> KeptEngine:
-    return KeptEngine(key, SimpleNamespace(name=name, errored=errored), 128, False)
+    return KeptEngine(key, SimpleNamespace(name=name, errored=errored), 128, False, 0.9)
 
 
 async def test_an_engine_is_taken_once_by_a_job_with_its_key() -> None:
     ends = Ends()
     warm = WarmEngine(60.0, ends)
     kept = engine("a")
-    assert await warm.take(("base",)) is None
+    assert await warm.take(("base",)) is None and warm.share == 0
     warm.put(kept)
+    assert warm.share == 0.9
     assert await warm.take(("base",)) is kept
     assert await warm.take(("base",)) is None
     assert ends.ended == [], "who takes it ends it"
