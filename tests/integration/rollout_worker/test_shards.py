@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -66,18 +65,6 @@ def test_ranks_hold_together_what_was_sent(dtype: torch.dtype) -> None:
     assert "the 2 ranks together hold" in few and "rollout_gpus = 1" in few
 
 
-class Layer(torch.nn.Module):
-    """Names of a model of vLLM, of which each rank has the norm, and `down` is one half."""
-
-    packed_modules_mapping: ClassVar = {"both": ["one", "other"]}
-
-    def __init__(self, more: Sequence[str] = ()) -> None:
-        super().__init__()
-        sizes = {"norm": 3, "down": 4, "both": 6, **dict.fromkeys(more, 2)}
-        for name, size in sizes.items():
-            self.add_module(name, torch.nn.Linear(2, size, bias=False))
-
-
 def test_weights_that_came_under_other_names_are_not_counted() -> None:
     from opentinker.services.rollout_worker.engines.shards import held_sums, together
 
@@ -85,8 +72,11 @@ def test_weights_that_came_under_other_names_are_not_counted() -> None:
     sent = {f"layer.{name}.weight": [size, 2] for name, size in shapes.items()}
 
     def held(*more: str) -> dict[str, Any]:
-        model = torch.nn.ModuleDict({"layer": Layer(more)})
-        model.packed_modules_mapping = Layer.packed_modules_mapping  # type: ignore[assignment]
+        """Of a rank with all of `norm` and `both`, and half of `down`."""
+        sizes = {"norm": 3, "down": 4, "both": 6, **dict.fromkeys(more, 2)}
+        layer = torch.nn.ModuleDict({name: torch.nn.Linear(2, size, bias=False) for name, size in sizes.items()})
+        model = torch.nn.ModuleDict({"layer": layer})
+        model.packed_modules_mapping = {"both": ["one", "other"]}
         return held_sums(model, sent, torch.float32, 0)
 
     found = held()
