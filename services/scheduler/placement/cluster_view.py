@@ -198,7 +198,8 @@ class Cluster:
         """Describe what the job needs and no process provides."""
         view = self.view([job], now=time.time(), limits={}, used={}, rules=Rules())
         (one,), matcher = view.jobs, GpuMatcher(view.gpus, view.shared_gpus)
-        return too_few(one, *(FreeWorkers(matcher, workers).count(one) for workers in (view.alive, view.free)))
+        alive, free = (FreeWorkers(matcher, workers).count(one) for workers in (view.alive, view.free))
+        return too_few(one, alive, free, matcher)
 
     def _shape(
         self, job: JobRecord, need: RankNeed, free: Sequence[Gpus], alive: Sequence[Gpus], *, patient: bool

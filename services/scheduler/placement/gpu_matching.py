@@ -53,6 +53,17 @@ class GpuMatcher:
             return workers
         return [worker for worker in workers if self.kind(worker) in suiting]
 
+    def is_group(self, job: PlannedJob, pool: Pool) -> bool:
+        """Return whether the job needs several trainers, on GPUs that some may share."""
+        several = pool == Pool.TRAINER and job.needs.get(pool, 0) > 1
+        return bool(several and self.shared and job.gpus.get(pool, ANY).gpus)
+
+    def added(self, workers: Sequence[str], job: PlannedJob, pool: Pool, next_to: Sequence[str]) -> Sequence[str]:
+        """Return those of these workers of a pool that suit the job; of a group's trainers only those that share no GPU
+        with each other and with `next_to`."""
+        found = self.those(workers, job, pool)
+        return apart([*next_to, *found], self.shared)[len(next_to) :] if self.is_group(job, pool) else found
+
     def least_first(self, workers: Iterable[str]) -> list[str]:
         """Return the workers, those with fewer GPUs first and otherwise in the given order."""
         return sorted(workers, key=self.kind) if self._kind else list(workers)
@@ -75,8 +86,8 @@ class FreeWorkers:
     def put(self, pool: Pool, worker: str) -> None:
         self._workers[pool][self._matcher.kind(worker)].append(worker)
 
-    def count(self, job: PlannedJob) -> dict[Pool, int]:
-        """Count suitable workers of each pool that the job needs."""
+    def count(self, job: PlannedJob, next_to: Sequence[str] = ()) -> dict[Pool, int]:
+        """Count suitable workers of each pool that the job needs. `next_to`: see `take`."""
         if len(self._matcher.kinds) == 1 and not job.gpus:
             return {pool: len(self._workers[pool][0]) for pool in job.needs}
         found = {}
@@ -84,14 +95,14 @@ class FreeWorkers:
             kinds, found[pool] = self._workers[pool], 0
             for number in self._matcher.suiting(job, pool):
                 found[pool] += len(kinds[number])
-            if self._is_group(job, pool):
-                found[pool] = len(self._group(job, pool))
+            if self._matcher.is_group(job, pool):
+                found[pool] = len(self.group(job, next_to))
         return found
 
-    def take(self, job: PlannedJob, pool: Pool, most: int) -> list[str]:
-        """Take up to `most` suitable workers."""
-        if self._is_group(job, pool):
-            group = self._group(job, pool)[:most]
+    def take(self, job: PlannedJob, pool: Pool, most: int, next_to: Sequence[str] = ()) -> list[str]:
+        """Take up to `most` suitable workers. `next_to`: trainers that will be in a group with those taken."""
+        if self._matcher.is_group(job, pool):
+            group = self.group(job, next_to)[:most]
             for worker in group:
                 self._workers[pool][self._matcher.kind(worker)].remove(worker)
             return group
@@ -102,15 +113,13 @@ class FreeWorkers:
                 taken.append(there.popleft())
         return taken
 
-    def _is_group(self, job: PlannedJob, pool: Pool) -> bool:
-        """Return whether the job needs several trainers, on GPUs that some may share."""
-        return bool(
-            pool == Pool.TRAINER and self._matcher.shared and job.needs[pool] > 1 and job.gpus.get(pool, ANY).gpus
-        )
-
-    def _group(self, job: PlannedJob, pool: Pool) -> list[str]:
-        there = (worker for number in self._matcher.suiting(job, pool) for worker in self._workers[pool][number])
-        return apart(there, self._matcher.shared)
+    def group(self, job: PlannedJob, next_to: Sequence[str] = ()) -> list[str]:
+        """Return trainers that the job may have together and with `next_to`; none if it needs no group."""
+        if not self._matcher.is_group(job, Pool.TRAINER):
+            return []
+        kinds = self._workers[Pool.TRAINER]
+        there = [worker for number in self._matcher.suiting(job, Pool.TRAINER) for worker in kinds[number]]
+        return [*self._matcher.added(there, job, Pool.TRAINER, next_to)]
 
     def all(self, pool: Pool) -> list[str]:
         """Return all workers, those with fewer GPUs first."""

@@ -231,7 +231,7 @@ class _Planning:
         """Describe why the job cannot start regardless of free workers."""
         alive = self._alive(job)
         if job.absent or missing(job.needs, alive):
-            return too_few(job, alive, self.free.count(job))
+            return too_few(job, alive, self.free.count(job), self.matcher)
         if self.now < job.retry_at:
             return next_try(job)
         return job.unready or tenant.over_quota(job)
@@ -273,7 +273,10 @@ class _Planning:
         other = self.reserve and named(self.reserve.job, job.tenant)
         kept = f"what is free is kept for {other}, which waits longer" if other else ""
         self.waiting[job.id] = joined(self._lack(job, short), kept)
-        soon = self._make_room(job, missing(short, self.coming.count(job)))
+        group = self.free.group(job)
+        soon = self._make_room(
+            job, missing(short, self.coming.count(job, group)), [*group, *self.coming.group(job, group)]
+        )
         if soon and not missing(job.needs, self.free.count(job)):
             self._begin(job, tenant)
         elif soon or (not self.reserve and self.now - job.since >= self.rules.reserve_after_s):
@@ -306,7 +309,7 @@ class _Planning:
         for pool, needed in job.needs.items():
             reserve.free[pool] = self.free.take(job, pool, needed)
             rest = needed - len(reserve.free[pool])
-            reserve.coming[pool] = self.coming.take(job, pool, rest)
+            reserve.coming[pool] = self.coming.take(job, pool, rest, reserve.free[pool])
             rest -= len(reserve.coming[pool])
             if not soon and pool == Pool.ROLLOUT:
                 lent = [worker for one in self.lenders for worker in self._spared(one, job)]
@@ -318,22 +321,24 @@ class _Planning:
         if not soon:
             self.reserve = reserve
 
-    def _make_room(self, job: PlannedJob, short: dict[Pool, int]) -> bool:
+    def _make_room(self, job: PlannedJob, short: dict[Pool, int], group: Sequence[str]) -> bool:
         """Cover what is short with what others can do without and what jobs of lower priority hold, and take it from
-        them. Return whether that was enough; otherwise nothing is taken."""
+        them. Return whether that was enough; otherwise nothing is taken. `group`: trainers of the job's group that are
+        free or coming."""
         back = 0
         if Pool.ROLLOUT in short:
             lent = sum(len(self._spared(one, job)) for one in self.lenders)
             back = min(lent, short[Pool.ROLLOUT])
         left = missing(short, {Pool.TRAINER: 0, Pool.ROLLOUT: back})
-        victims = self.preemption.victims(job, left, self.reserve)
+        victims = self.preemption.victims(job, left, self.reserve, group)
         if victims is None:
             return False
         if victims and self.reserve:
-            released = self.preemption.released(self.reserve, job, left)
+            released = self.preemption.released(self.reserve, job, left, group)
             rest = missing(left, {pool: len(workers) for pool, workers in released.items()})
-            victims = self.preemption.victims(job, rest, self.reserve)
-            assert victims is not None, "fewer do where more do"
+            victims = self.preemption.victims(job, rest, self.reserve, [*group, *released[Pool.TRAINER]])
+            if victims is None:  # what they hold shares GPUs with what is released
+                return False
             back += self.reserve.release(released, self.free, self.coming)
         for other in victims:
             self.decisions.append((Sleep if other.job.idle else Preempt)(other.job.id, job.id))

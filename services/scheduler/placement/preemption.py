@@ -24,41 +24,50 @@ class Preemption:
     def remove(self, victim: RunningJob) -> None:
         self._candidates.remove(victim)
 
-    def victims(self, job: PlannedJob, short: dict[Pool, int], reserve: Reservation | None) -> list[RunningJob] | None:
-        """Return as few jobs as hold, as their minimum, what is short; None if all that may be interrupted do not."""
+    def victims(
+        self, job: PlannedJob, short: dict[Pool, int], reserve: Reservation | None, there: Sequence[str] = ()
+    ) -> list[RunningJob] | None:
+        """Return as few jobs as hold, as their minimum, what is short; None if all that may be interrupted do not.
+        `there`: trainers of the job's group that need no interruption."""
         if not short:
             return []
         if self._now - job.since < self._rules.preempt_after_s:
             return None
         not_spared = {pool for pool, n in short.items() if reserve and not self._can_spare(reserve, pool, n)}
 
-        def own(other: RunningJob, pool: Pool) -> int:
-            found = self._matcher.those(other.own[pool], job, pool)
-            kept = self._matcher.those(found, reserve.job, pool) if reserve and pool in not_spared else ()
-            return len(found) - len(kept)
+        def own(other: RunningJob, pool: Pool) -> list[str]:
+            kept = self._matcher.those(other.own[pool], reserve.job, pool) if reserve and pool in not_spared else ()
+            return [worker for worker in other.own[pool] if worker not in kept]
+
+        def left(others: Sequence[RunningJob]) -> dict[Pool, int]:
+            """Return what is still short when these are interrupted."""
+            found = {pool: [worker for other in others for worker in own(other, pool)] for pool in short}
+            return missing(short, {p: len(self._matcher.added(workers, job, p, there)) for p, workers in found.items()})
 
         chosen: list[RunningJob] = []
-        left = short
+        lack = short
         for other in self._preemptible(job):
-            if not left:
+            if not lack:
                 break
-            holds = {pool: own(other, pool) for pool in left}
-            if any(holds.values()):
-                chosen.append(other)
-                left = missing(left, holds)
-        if left:
+            if (less := left([*chosen, other])) != lack:
+                chosen, lack = [*chosen, other], less
+        if lack:
             return None
         for other in list(chosen):  # some of the first ones may no longer be needed
             rest = [one for one in chosen if one is not other]
-            if all(sum(own(one, pool) for one in rest) >= n for pool, n in short.items()):
+            if not left(rest):
                 chosen = rest
         return chosen
 
-    def released(self, reserve: Reservation, job: PlannedJob, short: Mapping[Pool, int]) -> dict[Pool, Sequence[str]]:
+    def released(
+        self, reserve: Reservation, job: PlannedJob, short: Mapping[Pool, int], there: Sequence[str]
+    ) -> dict[Pool, Sequence[str]]:
         """Return the job's part of reserved workers, in place of workers for which it could preempt others: those would
         be reserved too, and it would preempt again and again."""
         return {
-            pool: self._matcher.those(reserve.holds(pool), job, pool)[:n] if self._can_spare(reserve, pool, n) else ()
+            pool: self._matcher.added(reserve.holds(pool), job, pool, there)[:n]
+            if self._can_spare(reserve, pool, n)
+            else ()
             for pool, n in {**dict.fromkeys(LEASED, 0), **short}.items()
         }
 
@@ -68,8 +77,8 @@ class Preemption:
         job = reserve.job
         if pool not in job.needs:
             return True
-        held = sum(len(self._matcher.those(other.own[pool], job, pool)) for other in self._preemptible(job))
-        return held >= reserve.lacks[pool] + count
+        held = [worker for other in self._preemptible(job) for worker in other.own[pool]]
+        return len(self._matcher.added(held, job, pool, reserve.holds(pool))) >= reserve.lacks[pool] + count
 
     def _preemptible(self, job: PlannedJob) -> Iterator[RunningJob]:
         """Yield jobs that may be interrupted for this one, the first choice first."""

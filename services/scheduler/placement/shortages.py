@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
+from opentinker.services.scheduler.placement.gpu_matching import GpuMatcher
 from opentinker.services.scheduler.placement.types import GB, NAMES, Counts, Need, PlannedJob
 from opentinker.shared.types.core import JobRecord, Pool
 
@@ -54,14 +55,18 @@ def in_words(
     return "; ".join(held + ([f"{none} (none is running)"] if none else []))
 
 
-def too_few(job: PlannedJob, alive: Counts, free: Counts) -> str:
+def too_few(job: PlannedJob, alive: Counts, free: Counts, matcher: GpuMatcher) -> str:
     """Describe workers that are missing altogether; empty if all are there, free or not. `alive`, `free`: suitable
     ones."""
     small = missing(job.needs, alive)
     if not small and not job.absent:
         return ""
     few = [pool for pool in small if alive[pool]]
-    counts = [f"{job.needs[p]} {called(p, job.gpus.get(p), job.needs[p])} ({alive[p]} of them running)" for p in few]
+    counts = [
+        f"{job.needs[p]} {called(p, job.gpus.get(p), job.needs[p])} ({alive[p]} of them running"
+        f"{', as trainers that share a GPU count once' if matcher.is_group(job, p) else ''})"
+        for p in few
+    ]
     rest = {pool: n for pool, n in missing(job.needs, free).items() if pool not in few}
     return joined(in_words(rest, alive, job.absent, job.gpus), *counts)
 

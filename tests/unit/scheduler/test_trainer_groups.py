@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from opentinker.services.scheduler.placement.cluster_view import Cluster
+from opentinker.services.scheduler.placement.gpu_matching import FreeWorkers, GpuMatcher
 from opentinker.services.scheduler.placement.trainer_groups import (
     RankNeed,
     Shape,
@@ -16,7 +17,7 @@ from opentinker.services.scheduler.placement.trainer_groups import (
     group_of,
     rank_need,
 )
-from opentinker.services.scheduler.placement.types import AddTrainers, Gpus, Need, Requeue, Rules, Start
+from opentinker.services.scheduler.placement.types import AddTrainers, Gpus, Need, Preempt, Requeue, Rules, Start
 from opentinker.services.scheduler.placement.worker_watch import WorkerWatch
 from opentinker.shared.runtime.worker_info import worker_info
 from opentinker.shared.types.core import Gpu, JobRecord, JobState, Lease, Pool
@@ -111,6 +112,50 @@ def test_trainers_that_see_one_gpu_are_not_in_one_group() -> None:
     assert found.decisions == [Start("a", ("trainer-0", "trainer-2"), 2)]
     both = [job(id, needs={TRAINER: 1}, most=0, gpus={TRAINER: Need(1)}) for id in "ab"]
     assert started(planned(*both, trainers=2, gpus=gpus, shared_gpus=shared)) == ["a", "b"], "jobs may share a GPU"
+
+
+def on_gpus(*gpus: str) -> dict[str, Any]:
+    """Trainers that see one GPU each, some the same, as arguments of `planned`."""
+    shared = {f"trainer-{n}": frozenset({gpu}) for n, gpu in enumerate(gpus) if gpus.count(gpu) > 1}
+    return {
+        "trainers": len(gpus),
+        "gpus": {f"trainer-{n}": Gpus((80,)) for n in range(len(gpus))},
+        "shared_gpus": shared,
+    }
+
+
+WIDE_ON_GPUS: dict[str, Any] = {**WIDE, "gpus": {TRAINER: Need(1, 0, 1)}}
+ONE: dict[str, Any] = {"needs": {TRAINER: 1}, "most": 0, "gpus": {TRAINER: Need(1)}}
+
+
+def test_a_job_is_not_interrupted_for_a_group_that_cannot_use_its_gpu() -> None:
+    there = on_gpus("GPU-1", "GPU-1", "GPU-2")
+    wide = job("wide", priority=10, since=NOW - 60, **WIDE_ON_GPUS)
+    big = held("big", "trainer-2", priority=10, **ONE)
+    small = held("small", "trainer-1", **ONE)
+    assert planned(small, big, wide, **there).decisions == [], "trainer-0 is free, and on the same GPU"
+    low = held("low", "trainer-2", **ONE)
+    assert planned(small, low, wide, **there).decisions == [Preempt("low", "wide")]
+    full = held("other", "trainer-0", **ONE)
+    found = planned(full, small, low, wide, **there).decisions
+    assert len(found) == 2 and Preempt("low", "wide") in found, "one of each GPU"
+    assert planned(full, small, wide, **on_gpus("GPU-1", "GPU-1")).decisions == []
+
+
+def test_what_is_kept_for_a_group_is_on_gpus_apart() -> None:
+    wide, busy = job("wide", since=NOW - 3600, created=1, **WIDE_ON_GPUS), held("busy", "trainer-2", **ONE)
+    there = on_gpus("GPU-1", "GPU-1", "GPU-2")
+    assert started(planned(busy, wide, job("small", **ONE), **there)) == ["small"], "of two on one GPU it keeps one"
+    matcher = GpuMatcher(there["gpus"], there["shared_gpus"])
+    coming = FreeWorkers(matcher, {TRAINER: ["trainer-1", "trainer-2"]})
+    assert coming.take(wide, TRAINER, 1, ["trainer-0"]) == ["trainer-2"]
+
+
+def test_who_lacks_trainers_because_they_share_a_gpu_is_told_so() -> None:
+    found = planned(job("wide", **WIDE_ON_GPUS), **on_gpus("GPU-1", "GPU-1"))
+    assert found.waiting["wide"] == (
+        "2 trainers with a GPU (1 of them running, as trainers that share a GPU count once)"
+    )
 
 
 def test_trainers_that_see_one_gpu_have_room_for_one_rank() -> None:
