@@ -14,6 +14,7 @@ from opentinker.envs.png import png
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.subjects import LOG
 from opentinker.shared.runtime.service import Context
+from opentinker.shared.spec import TrainSpec
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.telemetry import LogLine
 from tests.conftest import WAIT_S
@@ -94,6 +95,9 @@ async def test_words_of_others_stay_words(opened: Open, http: Http, ctx: Context
     await expect(tab.page.locator(".talk img.picture")).to_have_js_property("naturalWidth", 8)
     await tab.go("jobs", job, "config")
     await expect(tab.page.locator(".config tr", has_text="rollout.stop")).to_contain_text("<script>")
+    await tab.page.get_by_label("all settings").check()
+    lr = tab.page.locator(".config tr", has_text="train.lr").first.locator("td")
+    await expect(lr.nth(2)).to_have_text(orjson.dumps(TrainSpec().lr).decode())
     for view in ("curves", "checkpoints"):
         await tab.go("jobs", job, view)
         await expect(tab.page.locator(f'.tabs a[aria-current="page"][href$="{view}"]')).to_be_visible()

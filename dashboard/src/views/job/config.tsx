@@ -8,6 +8,9 @@ import type { Json, JobDetail } from "../../lib/types.ts";
 import { save } from "../../lib/words.ts";
 import { Empty, Said, Table, type Column } from "../../parts.tsx";
 
+/** Name of a job's spec in the server's OpenAPI document. */
+const ROOT = "SubmittedSpec";
+
 const COLUMNS: Column<Setting>[] = [
   [
     "Setting",
@@ -30,7 +33,7 @@ const COLUMNS: Column<Setting>[] = [
 export function Config({ job }: { job: JobDetail }): JSX.Element {
   const { value, problem } = useAsked<{ components: { schemas: Record<string, Schema> } }>("/openapi.json");
   const [all, setAll] = useState(false);
-  const found = useMemo(() => (value ? settings(job.spec, value.components.schemas) : []), [value, job.id]);
+  const found = useMemo(() => (value ? settings(job.spec, value.components.schemas, ROOT) : []), [value, job.id]);
   const shown = all ? found : found.filter((one) => one.differs);
   const text = JSON.stringify(job.spec, null, 2);
   return (
