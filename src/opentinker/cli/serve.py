@@ -51,8 +51,11 @@ def serve(
         return
     from opentinker.serve.ws_client import serve_environment
     from opentinker.shared.types.spec_text import load_spec
+    from opentinker.shared.types.sweeps import is_sweep
 
     spec = load_spec(job) if job is not None else None  # an unreadable file is reported before anything is served
+    if is_sweep(spec):
+        raise typer.BadParameter(f"--job {job} is a sweep of many jobs: serve without --job, and submit it by itself")
     serving = serve_environment(environment, name=name, concurrency=concurrency, url=server_url(url), on_wait=complain)
     code = 0
     try:

@@ -58,8 +58,9 @@ def read_spec(
             parse_spec(data)
         data = changed(data, changes or [])
         if is_sweep(data):
-            start, then = as_typed("up"), as_typed("submit", path)
-            raise OpenTinkerError(f"{path} is a sweep of many jobs: run {start!r}, and in another terminal {then!r}")
+            options = [part for change in changes or [] for part in ("--set", change)]
+            start, then = as_typed("up"), as_typed("submit", path, *options)
+            raise OpenTinkerError(f"{path} is a sweep of many jobs: run `{start}`, and in another terminal `{then}`")
         data = started(data, from_checkpoint, with_optimizer)
         if steps is not None:
             data = of_length(data, steps)

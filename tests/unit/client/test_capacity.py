@@ -245,7 +245,7 @@ def test_commands_for_one_job_say_how_a_sweep_is_started(command: str) -> None:
     told = CliRunner().invoke(app, [command, str(ROOT / "examples" / "sweep_toy.toml")])
     assert told.exit_code != 0
     said = str(told.exception)
-    assert re.search(r"sweep_toy\.toml is a sweep of many jobs: run '.* up', .*submit .*sweep_toy\.toml'", said), said
+    assert re.search(r"sweep_toy\.toml is a sweep of many jobs: run `.* up`, .*submit .*sweep_toy\.toml`", said), said
 
 
 def test_plan_answers_from_the_spec_alone_and_says_what_it_assumed() -> None:

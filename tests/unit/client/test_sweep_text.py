@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from opentinker.cli import app
+from opentinker.cli.specs import read_spec
 from opentinker.cli.sweeps import _show, best_job
+from opentinker.shared.types.errors import OpenTinkerError
 
 LR = "train.lr"
 
@@ -57,6 +62,23 @@ def test_a_reason_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
     all_fail = sweep(*failed, state="failed", reason="none of 2 trials has a value: boom at step 3")
     assert printed(all_fail, capsys).count("boom") == 1
     assert printed(sweep(*failed, trial(2, [0.5]), best=2), capsys).count("boom") == 2, "of two trials among others"
+
+
+SWEPT = "[sweep.parameters]\ntrain.lr = [1e-5, 1e-4]\n"
+
+
+def test_an_environment_is_served_for_one_job(tmp_path: Path) -> None:
+    file = tmp_path / "sweep.toml"
+    file.write_text(SWEPT)
+    ran = CliRunner().invoke(app, ["env", "serve", "copy:Digits", "--job", str(file), "--url", "http://127.0.0.1:1"])
+    assert ran.exit_code == 2 and "is a sweep of many jobs" in " ".join(ran.output.replace("│", " ").split())
+
+
+def test_a_command_for_one_job_says_how_the_sweep_is_submitted_with_its_changes(tmp_path: Path) -> None:
+    file = tmp_path / "job.toml"
+    file.write_text("")
+    with pytest.raises(OpenTinkerError, match=r"job.toml --set 'sweep={.*}' --set train.steps=3`$"):
+        read_spec(file, changes=['sweep={"parameters": {"train.lr": [1]}}', "train.steps=3"])
 
 
 def test_a_tie_is_told(capsys: pytest.CaptureFixture[str]) -> None:
