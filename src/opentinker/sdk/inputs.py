@@ -68,8 +68,9 @@ def refers_to_checkpoints(data: Any) -> bool:
     """Return whether the spec's data names checkpoints, which the server may copy for the job."""
     if not isinstance(data, dict):
         return False
-    serving, seats = data.get("serving"), data.get("seats")
-    players = seats.values() if isinstance(seats, dict) else ()
+    serving, seats, validation = data.get("serving"), data.get("seats"), data.get("validation")
+    against = validation.get("against") if isinstance(validation, dict) else None
+    players = [*(seats.values() if isinstance(seats, dict) else ()), *(against if isinstance(against, list) else ())]
     plays = any(isinstance(player, dict) and player.get("frozen") for player in players)
     return bool(plays or data.get("start") or (isinstance(serving, dict) and serving.get("adapters")))
 

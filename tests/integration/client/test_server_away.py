@@ -9,6 +9,7 @@ import pytest
 from aiohttp import web
 
 from opentinker import ApiError, AsyncClient
+from opentinker.sdk.inputs import refers_to_checkpoints
 from opentinker.shared.runtime.service import Context
 from tests.conftest import WAIT_S, free_port, soon, until
 from tests.support.factories import make_spec
@@ -109,3 +110,15 @@ async def test_only_submissions_that_may_copy_checkpoints_may_take_minutes(more:
         assert (await soon(client.submit(SPEC.model_dump(mode="json") | more)))["id"] == "j-1"
         over.set()
     assert submissions == (1 if minutes else 2)
+
+
+def test_submissions_that_name_checkpoints_are_given_time_for_their_copies() -> None:
+    frozen = {"frozen": "j-0123456789@latest"}
+    for data in (
+        {"seats": {"a": frozen}},
+        {"validation": {"against": [{"bot": "random"}, frozen]}},
+        {"start": {"from": "j-0123456789@1"}},
+    ):
+        assert refers_to_checkpoints(data)
+    for data in ({"validation": {"against": [{"bot": "random"}, 3]}}, {"validation": {"against": 3}}, {}):
+        assert not refers_to_checkpoints(data)
