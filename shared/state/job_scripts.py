@@ -64,8 +64,8 @@ end
 return {'ok'}
 """
 
-# KEYS job, events, jobs, active, idempotency, states. ARGV: id, now, fields, event, body hash, ttl seconds,
-# leader's epoch
+# KEYS job, events, jobs, active, idempotency, states, idempotency of sweeps. ARGV: id, now, fields, event, body hash,
+# ttl seconds, leader's epoch
 CREATE = """
 if led_by_another(ARGV[7]) then return {'led'} end
 if redis.call('EXISTS', KEYS[1]) == 1 then return {'ok', ARGV[1]} end
@@ -73,8 +73,10 @@ if ARGV[5] ~= '' then
   local seen = redis.call('HMGET', KEYS[5], 'job', 'body')
   if seen[1] then
     if seen[2] == ARGV[5] then return {'same', seen[1]} end
-    return {'differs', seen[1]}
+    return {'differs', 'job ' .. seen[1]}
   end
+  local swept = redis.call('HGET', KEYS[7], 'sweep')
+  if swept then return {'differs', 'sweep ' .. swept} end
   redis.call('HSET', KEYS[5], 'job', ARGV[1], 'body', ARGV[5])
   redis.call('EXPIRE', KEYS[5], ARGV[6])
 end

@@ -39,6 +39,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.maint_notifications import MaintNotificationsConfig
 
 from opentinker.shared.asyncio_tools import await_cancellable
+from opentinker.shared.state.idempotency import KEPT_S, job_key, other_body, sweep_key
 from opentinker.shared.state.job_rows import jobs_key, label_fields
 from opentinker.shared.state.job_scripts import CREATE, PLACE, TRANSITION, UPDATE
 from opentinker.shared.state.lease_table import LeaseTable, granted, held_by_another
@@ -161,26 +162,26 @@ class Store(LeaseTable):
             "trace": trace,
         }
         queued = _event("queued", now, state=JobState.QUEUED.value)
-        idem = f"idem:{tenant}:{idempotency or id}"
+        idem, of_sweep = job_key(tenant, idempotency or id), sweep_key(tenant, idempotency or id)
         answer = await self._create(
-            keys=[f"job:{id}", f"job:{id}:events", jobs_key(tenant), "jobs:active", idem, f"job:{id}:states"],
-            args=[id, now, orjson.dumps(fields).decode(), queued, body_hash if idempotency else "", 86400, leader],
+            keys=[f"job:{id}", f"job:{id}:events", jobs_key(tenant), "jobs:active", idem, f"job:{id}:states", of_sweep],
+            args=[id, now, orjson.dumps(fields).decode(), queued, body_hash if idempotency else "", KEPT_S, leader],
         )
         if answer[0] == "differs":
-            raise _other_body(answer[1])
+            raise other_body(answer[1])
         _raise(id, answer, JobState.QUEUED.value)
         return str(answer[1])
 
     async def find_idempotent(self, tenant: str, idempotency: str, body_hash: str) -> str | None:
         """The job that an equal request made. Raises Conflict as `create_job` does."""
-        job, body = await self.redis.hmget(f"idem:{tenant}:{idempotency}", "job", "body")
+        job, body = await self.redis.hmget(job_key(tenant, idempotency), "job", "body")
         if job is not None and body != body_hash:
-            raise _other_body(job)
+            raise other_body(f"job {job}")
         return None if job is None else str(job)
 
     async def job_of_key(self, tenant: str, idempotency: str) -> str | None:
         """Return the job that was made under an idempotency key, with any body."""
-        job = await self.redis.hget(f"idem:{tenant}:{idempotency}", "job")
+        job = await self.redis.hget(job_key(tenant, idempotency), "job")
         return None if job is None else str(job)
 
     async def job(self, id: str) -> JobRecord:
@@ -352,10 +353,6 @@ def steps_of(spec: Mapping[str, Any]) -> int:
     if spec["kind"] == "eval":
         return int(spec["evaluation"]["episodes"] * spec["evaluation"]["samples"])
     return int(spec.get("train", {}).get("steps", 0))
-
-
-def _other_body(job: str) -> Conflict:
-    return Conflict(f"the Idempotency-Key was used for job {job} with another body; use a new key")
 
 
 def _op(id: str) -> str:

@@ -18,25 +18,28 @@ from typing import Any, TypeVar
 import msgspec
 import orjson
 
+from opentinker.shared.state.idempotency import KEPT_S, job_key, other_body, sweep_key
 from opentinker.shared.state.redis_script import UNFENCED, LeadersScript, Script, newest, read_field, read_hashes
 from opentinker.shared.types.errors import Conflict, NotFound
 from opentinker.shared.types.sweeps import SweepProgress, SweepRecord, SweepState, SweepSummary, Trial
 
 ACTIVE = "sweeps:active"
-IDEMPOTENCY_S = 86_400
 JSON_FIELDS = ("table", "base", "progress")
 SUMMARY_FIELDS = [name for name in SweepSummary.__struct_fields__ if name != "id"]
 T = TypeVar("T", bound=SweepSummary)
 
-# KEYS sweep, of tenant, active, idempotency. ARGV: id, now, fields, body hash ('' = no key), ttl seconds
+# KEYS sweep, of tenant, active, idempotency, idempotency of jobs. ARGV: id, now, fields, body hash ('' = no key),
+# ttl seconds
 _CREATE = """
 if redis.call('EXISTS', KEYS[1]) == 1 then return {'ok', ARGV[1]} end
 if ARGV[4] ~= '' then
   local seen = redis.call('HMGET', KEYS[4], 'sweep', 'body')
   if seen[1] then
     if seen[2] == ARGV[4] then return {'ok', seen[1]} end
-    return {'differs', seen[1]}
+    return {'differs', 'sweep ' .. seen[1]}
   end
+  local job = redis.call('HGET', KEYS[5], 'job')
+  if job then return {'differs', 'job ' .. job} end
   redis.call('HSET', KEYS[4], 'sweep', ARGV[1], 'body', ARGV[4])
   redis.call('EXPIRE', KEYS[4], ARGV[5])
 end
@@ -88,30 +91,31 @@ class SweepStore:
         fields = msgspec.to_builtins(sweep) | {"idempotency": idempotency}
         fields |= {name: orjson.dumps(fields[name]).decode() for name in JSON_FIELDS}
         del fields["id"]
+        by = sweep.tenant, idempotency or sweep.id
         answer = await self._create(
-            keys=[f"sweep:{sweep.id}", _of(sweep.tenant), ACTIVE, _idempotency(sweep.tenant, idempotency or sweep.id)],
+            keys=[f"sweep:{sweep.id}", _of(sweep.tenant), ACTIVE, sweep_key(*by), job_key(*by)],
             args=[
                 sweep.id,
                 sweep.created,
                 orjson.dumps(fields).decode(),
                 body_hash if idempotency else "",
-                IDEMPOTENCY_S,
+                KEPT_S,
             ],
         )
         if answer[0] == "differs":
-            raise _other_body(answer[1])
+            raise other_body(answer[1])
         return str(answer[1])
 
     async def find_idempotent(self, tenant: str, idempotency: str, body_hash: str) -> str | None:
         """Return the sweep that an equal request made. Raises Conflict as `create` does."""
-        sweep, body = await self._redis.hmget(_idempotency(tenant, idempotency), "sweep", "body")
+        sweep, body = await self._redis.hmget(sweep_key(tenant, idempotency), "sweep", "body")
         if sweep is not None and body != body_hash:
-            raise _other_body(sweep)
+            raise other_body(f"sweep {sweep}")
         return None if sweep is None else str(sweep)
 
     async def made_by(self, tenant: str, idempotency: str) -> str | None:
         """Return the sweep that was made under an idempotency key, with any body."""
-        sweep = await self._redis.hget(_idempotency(tenant, idempotency), "sweep")
+        sweep = await self._redis.hget(sweep_key(tenant, idempotency), "sweep")
         return None if sweep is None else str(sweep)
 
     async def sweeps(self, ids: Sequence[str]) -> list[SweepRecord]:
@@ -184,21 +188,13 @@ class SweepStore:
     async def delete(self, id: str, tenant: str) -> None:
         """Delete the record of a sweep, its trials and its idempotency key. Raises Conflict while it is active."""
         key = await self._redis.hget(f"sweep:{id}", "idempotency")
-        keys = [f"sweep:{id}", f"sweep:{id}:trials", _of(tenant), ACTIVE, _idempotency(tenant, key or id)]
+        keys = [f"sweep:{id}", f"sweep:{id}:trials", _of(tenant), ACTIVE, sweep_key(tenant, key or id)]
         if await self._delete(keys=keys, args=[id]) == "active":
             raise Conflict(f"sweep {id} runs, or its jobs are still being cancelled")
 
 
 def _of(tenant: str) -> str:
     return f"sweeps:of:{tenant}"
-
-
-def _idempotency(tenant: str, key: str) -> str:
-    return f"sweeps:idem:{tenant}:{key}"
-
-
-def _other_body(sweep: str) -> Conflict:
-    return Conflict(f"the Idempotency-Key was used for sweep {sweep} with another body; use a new key")
 
 
 def _record(id: str, fields: dict[str, str], kind: type[T]) -> T:

@@ -21,9 +21,10 @@ from opentinker.shared.runtime.service import Context
 from opentinker.shared.runtime.tracing import incoming
 from opentinker.shared.security.authorization import Action
 from opentinker.shared.spec.sweeps.children import SubmittedSpec, SweepSpec
+from opentinker.shared.state.idempotency import other_body
 from opentinker.shared.state.sweeps import SweepStore
 from opentinker.shared.types.core import JobState
-from opentinker.shared.types.errors import Conflict, SpecError
+from opentinker.shared.types.errors import SpecError
 from opentinker.shared.types.sweeps import is_sweep
 
 KEY = Parameter(
@@ -75,7 +76,7 @@ class SubmissionApi:
     async def _job(self, request: web.Request, body: Any, key: str) -> web.Response:
         asked, trace = principal_of(request), incoming(request.headers)
         if key and (made := await self.sweeps.made_by(asked.tenant, key)) is not None:
-            raise Conflict(TAKEN.format(f"sweep {made}"))
+            raise other_body(f"sweep {made}")  # also checked where it is stored
         with self.ctx.tracer.span("submit", trace):
             id, repeated = await submit(self.ctx, body, asked.tenant, key, key=asked.name, trace=trace)
         record = await self.store.job(id)
@@ -88,12 +89,9 @@ class SubmissionApi:
     async def _sweep(self, request: web.Request, body: Any, key: str) -> web.Response:
         asked, trace = principal_of(request), incoming(request.headers)
         if key and (made := await self.store.job_of_key(asked.tenant, key)) is not None:
-            raise Conflict(TAKEN.format(f"job {made}"))
+            raise other_body(f"job {made}")
         id, repeated = await submit_sweep(self.ctx, body, asked.tenant, key, key=asked.name, trace=trace)
         return _created(f"/v1/sweeps/{id}", sweep_summary(await self.sweeps.sweep(id)), repeated=repeated)
-
-
-TAKEN = "the Idempotency-Key was used for {} with another body; use a new key"
 
 
 def _created(location: str, summary: dict[str, Any], *, repeated: bool) -> web.Response:

@@ -9,9 +9,11 @@ from typing import Any
 
 import orjson
 
+from opentinker.services.scheduler.jobs.check_seats import AGAINST, settle_player
 from opentinker.services.scheduler.jobs.submit import Found, Mistakes, check_references, new_id
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import parse_spec
+from opentinker.shared.spec.seats import all_players
 from opentinker.shared.spec.sweeps.children import Settings, Sweep, child_of, first_of, of_parameter, parse_sweep
 from opentinker.shared.state.sweeps import SweepStore
 from opentinker.shared.types.errors import Conflict, SpecError
@@ -36,14 +38,15 @@ async def submit_sweep(
     MAX_ACTIVE sweeps.
     """
     sweep = await asyncio.to_thread(parse_sweep, data)
-    table = sweep.table
     body_hash = hashlib.sha256(orjson.dumps(data, option=orjson.OPT_SORT_KEYS)).hexdigest()
     store = SweepStore(ctx.store.redis)
     if idempotency and (made := await store.find_idempotent(tenant, idempotency, body_hash)) is not None:
         return made, True
     if (active := await store.count_active(tenant)) >= MAX_ACTIVE:
         raise Conflict(f"you have {active} running sweeps; {MAX_ACTIVE} are allowed: cancel one or wait")
-    base = _pinned(sweep, await checked_sweep(ctx, sweep, tenant))
+    found = await checked_sweep(ctx, sweep, tenant)
+    base = _pinned(sweep, found)
+    table = sweep.table.model_copy(update={"metric": _metric(sweep, found)})
     now, new = time.time(), new_id("s")
     record = SweepRecord(
         id=new,
@@ -95,13 +98,30 @@ async def _checked(ctx: Context, sweep: Sweep, settings: Settings, tenant: str) 
 
 
 def _pinned(sweep: Sweep, found: Found) -> dict[str, Any]:
-    """Return the spec of the jobs, naming the version of the environment and the checkpoint that were found, so that
+    """Return the spec of the jobs, naming the version of the environment and the checkpoints that were found, so that
     all jobs have the same."""
-    varied = {path.partition(".")[0] for path in sweep.table.parameters if path.count(".") == 0}
-    varied |= {path for path in sweep.table.parameters if path in ("environment.name", "start.from")}
-    base = dict(sweep.base)
-    if found.asked.check is not None and not {"environment", "environment.name"} & varied:
-        base["environment"] = {**base["environment"], "name": found.asked.check.name}
-    if found.chosen is not None and not {"start", "start.from"} & varied:
-        base["start"] = {**base["start"], "from": found.chosen.name}
+    pins = {f"policies.{name}.start.from": source.name for name, source in found.of_policies.items()}
+    if found.asked.check is not None:
+        pins["environment.name"] = found.asked.check.name
+    if found.chosen is not None:
+        pins["start.from"] = found.chosen.name
+    same = {setting: value for setting, value in pins.items() if not _is_varied(setting, sweep)}
+    base = child_of(sweep.table, sweep.base, same)
+    for place, player in found.players.items():
+        if not _is_varied(f"{place}.frozen", sweep):
+            settle_player(base, place, {"frozen": player.source.name})
     return base
+
+
+def _is_varied(setting: str, sweep: Sweep) -> bool:
+    return any(f"{setting}.".startswith(f"{path}.") for path in sweep.table.parameters)
+
+
+def _metric(sweep: Sweep, found: Found) -> str:
+    """Return the metric by the name that jobs report, which has the opponent's step instead of `latest`."""
+    name = f"{sweep.table.metric}/"
+    written = all_players(parse_spec(sweep.first_job))
+    for place, player in found.players.items():
+        if place.startswith(AGAINST) and not _is_varied(f"{place}.frozen", sweep):
+            name = name.replace(f"/{written[place].frozen}/", f"/{player.source.name}/")
+    return name.removesuffix("/")

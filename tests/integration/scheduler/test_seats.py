@@ -21,8 +21,10 @@ from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec.seats import MAX_SEATS
 from opentinker.shared.spec.serving import MAX_ADAPTERS
 from opentinker.shared.state.store import Store
+from opentinker.shared.state.sweeps import SweepStore
 from opentinker.shared.types.core import part_id
 from opentinker.shared.types.manifest import frozen_of, read_manifest, start_of
+from opentinker.shared.types.sweeps import SweepRecord
 from tests.conftest import until
 from tests.support.api import refused, write_checkpoint
 from tests.support.factories import make_spec
@@ -201,6 +203,28 @@ async def test_a_checkpoint_is_kept_for_evaluations_with_its_model(
     assert (await client.job(again["id"]))["spec"]["validation"] == spec["validation"]
     player["model"]["base"] = "mine"
     assert (await refused(client, spec)).keys() == {"validation.against.1.model"}
+
+
+async def test_all_jobs_of_a_sweep_play_against_the_checkpoints_that_it_found(
+    client: AsyncClient, ctx: Context, source: str
+) -> None:
+    listener = part_id(source, "listener")
+    latest = {"frozen": f"{listener}@latest"}
+    spec = evaluated_against({"bot": "echo"}, latest)
+    spec["seats"] = {"listener": dict(latest)}
+    table: dict[str, Any] = {"parameters": {"train.lr": [1e-5]}, "metric": f"val/winrate/{listener}@latest"}
+
+    async def made(**changes: Any) -> SweepRecord:
+        sweep = await client.sweep(spec | {"sweep": {**table, **changes}})
+        return await SweepStore(ctx.store.redis).sweep(sweep["id"])
+
+    pinned = await made()
+    assert pinned.base["validation"]["against"][1]["frozen"] == f"{listener}@20"
+    assert pinned.base["seats"]["listener"]["frozen"] == f"{listener}@20"
+    assert pinned.metric == pinned.table["metric"] == f"val/winrate/{listener}@20", "the name by which jobs report it"
+    varied = await made(parameters={"validation.against.1.frozen": [f"{listener}@10", latest["frozen"]]})
+    assert varied.base["validation"]["against"][1]["frozen"] == latest["frozen"] and varied.metric == table["metric"]
+    assert varied.base["seats"]["listener"]["frozen"] == f"{listener}@20"
 
 
 async def test_opponents_that_cannot_play_are_all_named(client: AsyncClient, source: str) -> None:

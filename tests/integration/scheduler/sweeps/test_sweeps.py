@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from typing import Any
 
+import msgspec
 import pytest
 
 from opentinker.client import AsyncClient
 from opentinker.shared import api_types
 from opentinker.shared.runtime.service import Context
+from opentinker.shared.state.sweeps import SweepStore
 from opentinker.shared.types.core import JobState
+from opentinker.shared.types.errors import Conflict
 from tests.conftest import until
 from tests.support.api import SPEC, Http, fits, mistakes
 from tests.support.sweeps import SKILL, SKILLS, ends, jobs_of, play, play_all, skill, submitted, swept
@@ -137,6 +141,22 @@ async def test_a_key_that_made_a_job_makes_no_sweep_and_the_reverse(http: Http) 
     for key, spec, made in (("a", swept(), f"job {job}"), ("b", SPEC, f"sweep {sweep}")):
         status, detail = await submit(key, spec)
         assert status == 409 and f"was used for {made} with another body" in detail
+
+
+async def test_a_job_and_a_sweep_that_are_stored_at_the_same_time_do_not_share_a_key(http: Http, ctx: Context) -> None:
+    """Both requests have passed the first check."""
+    sweeps = SweepStore(ctx.store.redis)
+    first = await sweeps.sweep(await submitted(http))
+
+    def job(id: str, key: str) -> Awaitable[str]:
+        return ctx.store.create_job(id=id, spec=SPEC, tenant=first.tenant, idempotency=key, body_hash="x")
+
+    await sweeps.create(msgspec.structs.replace(first, id="s-0123456789"), "a", "x")
+    with pytest.raises(Conflict, match="was used for sweep s-0123456789"):
+        await job("j-0123456789", "a")
+    await job("j-9876543210", "b")
+    with pytest.raises(Conflict, match="was used for job j-9876543210"):
+        await sweeps.create(msgspec.structs.replace(first, id="s-9876543210"), "b", "x")
 
 
 async def test_mistakes_of_a_sweep_among_jobs_name_their_field(http: Http) -> None:
