@@ -120,5 +120,5 @@ def test_submissions_that_name_checkpoints_are_given_time_for_their_copies() -> 
         {"start": {"from": "j-0123456789@1"}},
     ):
         assert refers_to_checkpoints(data)
-    for data in ({"validation": {"against": [{"bot": "random"}, 3]}}, {"validation": {"against": 3}}, {}):
-        assert not refers_to_checkpoints(data)
+    for against in ([{"bot": "random"}, 3], 3, None):
+        assert not refers_to_checkpoints({"validation": {"against": against}})
