@@ -42,6 +42,14 @@ def test_every_service_gets_a_name_and_a_health_port_of_its_own(tmp_path: Path) 
     assert all(spec.env["OPENTINKER_NATS_URL"] == "nats://n" for spec in specs)
 
 
+def test_shared_jobs_have_one_more_trainer(tmp_path: Path) -> None:
+    specs = service_specs(Plan(data_dir=tmp_path, shared_jobs=3), 8080, "nats://n", "redis://r")
+    rooms = {spec.name: spec.env.get("OPENTINKER_BANK_JOBS") for spec in specs}
+    assert rooms.pop("shared-0") == "3" and set(rooms.values()) == {None}
+    assert specs[-1].argv[-1] == "opentinker.services.trainer"
+    assert "shared-0" not in [spec.name for spec in service_specs(Plan(data_dir=tmp_path), 8080, "n", "r")]
+
+
 @pytest.mark.parametrize(
     ("host", "given", "allowed"),
     [("127.0.0.1", None, "127.0.0.0/8,::1/128"), ("127.0.0.1", "10.0.0.0/8", "10.0.0.0/8"), ("0.0.0.0", None, None)],
