@@ -96,9 +96,9 @@ class PoolMember(TypedDict):
     lost: int
     win_rate: float | None
     """Of the policy in recent games (earlier ones lose half their weight at each candidate), with one more game that
-    was drawn; null without games."""
+    was drawn; null with less than one recent game."""
     rating: float | None
-    """Elo points above the policy, from recent games."""
+    """Elo points above the policy, from recent games; null as `win_rate` is."""
     rating_error: float | None
     """Standard error."""
 

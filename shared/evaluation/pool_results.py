@@ -9,17 +9,19 @@ from opentinker.shared.types.pools import NO_GAMES, PoolRecord
 
 POLICY = "the policy"
 """Name in the fit; a member is named by its version."""
+FEWEST_GAMES = 1.0
+"""Recent games of a member that has a win rate and a rating: halved again and again, their number never reaches 0."""
 
 
 def member_results(record: PoolRecord) -> list[PoolMember]:
     """Return the members, oldest first.
 
     Win rate and rating are of recent games, whose numbers are halved at each candidate: the policy of earlier steps was
-    another one. Ratings are relative to the policy, which has 0.
+    another one. Ratings are relative to the policy, which has 0. Members with less than one recent game have neither.
     """
-    recent = {member: record.recent.get(member, (0.0, 0.0, 0.0)) for member in record.members}
-    rounded = {(POLICY, member): [round(games) for games in counts] for member, counts in recent.items()}
-    rated = fit_ratings({pair: counts for pair, counts in rounded.items() if any(counts)}, {POLICY: 0.0}).players
+    recent = {member: record.recent[member] for member in record.members if member in record.recent}
+    played = {member: counts for member, counts in recent.items() if sum(counts) >= FEWEST_GAMES}
+    rated = fit_ratings({(POLICY, member): counts for member, counts in played.items()}, {POLICY: 0.0}).players
     found = []
     for member in record.members:
         won, drawn, lost = record.outcomes.get(member, NO_GAMES)
@@ -30,7 +32,7 @@ def member_results(record: PoolRecord) -> list[PoolMember]:
                 won=won,
                 drawn=drawn,
                 lost=lost,
-                win_rate=win_rate(*recent[member]) if any(recent[member]) else None,
+                win_rate=win_rate(*played[member]) if member in played else None,
                 rating=None if rating is None else rating.elo,
                 rating_error=None if rating is None else rating.error,
             )

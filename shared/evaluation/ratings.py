@@ -37,8 +37,9 @@ TOLERANCE = 1e-10
 ROUNDING = 1e-12
 """Relative error of the log density."""
 Floats = NDArray[np.float64]
-Results = Mapping[tuple[str, str], Sequence[int]]
-"""Wins of a, draws and losses of a, by (a, b). A pair may stand in both orders."""
+Results = Mapping[tuple[str, str], Sequence[float]]
+"""Wins of a, draws and losses of a, by (a, b); fractions of games, where older ones count less. A pair may stand in both
+orders."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Rating:
     error: float
     """Standard error in Elo points; 0 for an anchor. In a component without anchors it is that of the distance to the
     component's mean."""
-    games: int
+    games: float
     component: int
     """Place of the player's component in `Ratings.components`; ratings of two components cannot be compared."""
     anchored: bool
@@ -89,7 +90,7 @@ def fit_ratings(results: Results, anchors: Mapping[str, float] | None = None) ->
             players[names[member]] = Rating(
                 elo=anchors.get(names[member], float(ELO * theta[member])),
                 error=float(ELO * math.sqrt(max(0.0, block[place, place]))),
-                games=int(games[member].sum()),
+                games=float(games[member].sum()),
                 component=number,
                 anchored=anchored,
             )
@@ -103,18 +104,18 @@ def fit_ratings(results: Results, anchors: Mapping[str, float] | None = None) ->
 def _count_results(results: Results) -> tuple[list[str], Floats, Floats]:
     """Return the names in alphabetical order, wins[a, b] of a against b, and the draws of each pair, symmetric.
 
-    Sums are exact integers, so they do not depend on the order. Raise ValueError.
+    Each is a sum of two numbers at most, so it does not depend on the order. Raise ValueError.
     """
     names = sorted({name for pair in results for name in pair})
     if len(names) > MAX_PLAYERS:
         raise ValueError(f"{len(names):,} players have results; at most {MAX_PLAYERS:,} can be rated together")
     place = {name: number for number, name in enumerate(names)}
-    won: dict[tuple[int, int], int] = {}
-    drawn: dict[tuple[int, int], int] = {}
+    won: dict[tuple[int, int], float] = {}
+    drawn: dict[tuple[int, int], float] = {}
     for (a, b), counts in results.items():
         if a == b:
             raise ValueError(f"{a!r} has results against itself, which say nothing of its strength")
-        if len(counts) != 3 or any(type(n) is not int or not 0 <= n <= MAX_GAMES for n in counts):
+        if len(counts) != 3 or any(type(n) not in (int, float) or not 0 <= n <= MAX_GAMES for n in counts):
             raise ValueError(
                 f"results of {a!r} against {b!r} must be wins, draws and losses, not {list(counts)!r:.100}"
             )
@@ -127,7 +128,7 @@ def _count_results(results: Results) -> tuple[list[str], Floats, Floats]:
     return names, _as_matrix(won, len(names)), _as_matrix(drawn, len(names))
 
 
-def _as_matrix(table: Mapping[tuple[int, int], int], size: int) -> Floats:
+def _as_matrix(table: Mapping[tuple[int, int], float], size: int) -> Floats:
     found = np.zeros((size, size))
     for key, count in table.items():
         found[key] = count

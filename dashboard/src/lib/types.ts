@@ -92,7 +92,7 @@ export interface PoolMember {
   won: number;
   drawn: number;
   lost: number;
-  /** Of the policy, in recent games; null without games. */
+  /** Of the policy, in recent games; null with less than one. */
   win_rate: number | null;
   /** Elo points above the policy. */
   rating: number | null;

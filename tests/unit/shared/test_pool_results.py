@@ -26,6 +26,16 @@ def test_games_are_all_and_win_rates_and_ratings_are_of_recent_ones() -> None:
     assert (new["win_rate"], new["rating"], new["rating_error"]) == (None, None, None), "no game yet"
 
 
+def test_halved_games_are_not_rounded_and_less_than_one_says_nothing() -> None:
+    recent = {"0.0": (1.5, 0.0, 0.5), "1.20": (0.5, 0.0, 0.5), "1.40": (0.0, 0.25, 0.5)}
+    won, even, faded = member_results(msgspec.structs.replace(RECORD, recent=recent))
+    lost_both, _, _ = member_results(msgspec.structs.replace(RECORD, recent={"0.0": (2.0, 0.0, 0.0)}))
+    assert won["rating"] is not None and lost_both["rating"] is not None
+    assert lost_both["rating"] + 50 < won["rating"] < -50, "a quarter of the points is not none"
+    assert even["rating"] == pytest.approx(0.0, abs=1e-6) and even["win_rate"] == 0.5
+    assert (faded["won"], faded["win_rate"], faded["rating"], faded["rating_error"]) == (0, None, None, None)
+
+
 def test_records_of_earlier_versions_have_members_without_results() -> None:
     old = msgspec.json.decode(b'{"members": ["0.0"], "win_rates": {"0.0": 0.5}}', type=PoolRecord)
     (member,) = member_results(old)

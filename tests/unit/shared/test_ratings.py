@@ -146,6 +146,13 @@ def test_two_players_have_the_closed_form() -> None:
     assert even.draws == pytest.approx(0.5, abs=1e-5) and even.players["a"].elo == 0.0
 
 
+def test_fractions_of_games_count_as_such() -> None:
+    halved = fit_ratings({("a", "b"): [1.5, 0, 0.5]}).players
+    twice = fit_ratings({("a", "b"): [1.0, 0, 0.5], ("b", "a"): [0.0, 0, 0.5]}).players
+    assert twice == halved and halved["a"].games == 2.0
+    assert 0 < halved["a"].elo < fit_ratings({("a", "b"): [2, 0, 0]}).players["a"].elo
+
+
 def test_anchors_keep_their_ratings_and_the_others_are_relative_to_them() -> None:
     ratings = fit_ratings({("a", "bot"): [3000, 0, 1000], ("bot", "c"): [10, 0, 10]}, {"bot": 1200.0, "absent": 9.0})
     assert ratings.players["bot"].elo == 1200.0 and ratings.players["bot"].error == 0.0
@@ -196,7 +203,7 @@ def test_any_table_has_finite_ratings() -> None:
         ({("a", "a"): [1, 0, 0]}, {}, "'a' has results against itself"),
         ({("a", "b"): [1, 0]}, {}, "must be wins, draws and losses"),
         ({("a", "b"): [1, -1, 0]}, {}, "must be wins, draws and losses"),
-        ({("a", "b"): [1, 0.5, 0]}, {}, "must be wins, draws and losses"),
+        ({("a", "b"): [1, math.nan, 0]}, {}, "must be wins, draws and losses"),
         ({("a", "b"): [10**9 + 1, 0, 0]}, {}, "must be wins, draws and losses"),
         ({("a", "b"): [1, 0, 0]}, {"b": math.nan}, "must be a finite rating"),
         ({(f"p{n}", f"p{n + 1}"): [1, 0, 0] for n in range(1000)}, {}, "1,001 players have results"),
