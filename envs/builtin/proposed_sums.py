@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from decimal import Decimal
 from typing import Annotated
 
 from pydantic import BaseModel, Field
@@ -11,7 +12,11 @@ from pydantic import BaseModel, Field
 from opentinker.envs.base import Action, Environment, EnvironmentConfig, Opening, Prompt, Step, user
 
 PROPOSER = "proposer"
-_INTEGER = re.compile(r"(?<!\d)\d{1,20}(?!\d)")
+_BEFORE = r"(?<![-\u2212\d.,])"
+_WRITTEN = re.compile(_BEFORE + r"[-\u2212\d.,]*\d", re.ASCII)
+"""Whatever is written like a number, with its sign."""
+_NUMBER = re.compile(r"(\d+|\d{1,3}(,\d{3})+)(\.\d+)?", re.ASCII)
+"""A number that may be right: no sum is negative."""
 
 
 class ProposedSums(Environment):
@@ -53,7 +58,7 @@ class ProposedSums(Environment):
 
     async def step(self, action: Action) -> Step:
         digits = rf"\d{{1,{self.config.digits}}}"
-        found = re.search(rf"(?<!\d)({digits})\s*\+\s*({digits})(?!\d)", action.text, re.ASCII)
+        found = re.search(rf"{_BEFORE}({digits})\s*\+\s*({digits})(?![.,]?\d)", action.text, re.ASCII)
         if found is None:
             return Step(done=True, components={"frontier": 0.0}, metrics={"valid": 0.0})
         self.numbers = int(found[1]), int(found[2])
@@ -62,8 +67,7 @@ class ProposedSums(Environment):
 
     async def step_all(self, actions: list[Action]) -> Step:
         assert self.numbers is not None
-        last = {action.seat: _INTEGER.findall(action.text)[-1:] for action in actions}
-        exact = {seat: float([*map(int, found)] == [sum(self.numbers)]) for seat, found in last.items()}
+        exact = {action.seat: float(_last_number(action.text) == sum(self.numbers)) for action in actions}
         solved = sum(exact.values()) / len(exact)
         rewards = {seat: {"exact": right} for seat, right in exact.items()}
         length = sum(len(str(number)) for number in self.numbers) / 2
@@ -77,3 +81,9 @@ class ProposedSums(Environment):
     def question(self) -> str:
         assert self.numbers is not None
         return f"{self.numbers[0]} + {self.numbers[1]} ="
+
+
+def _last_number(text: str) -> Decimal | None:
+    """Return the last number of an answer, as in 1046, 1,046 and 1046.0; None if it is negative, or not written so."""
+    written = _WRITTEN.findall(text)
+    return Decimal(written[-1].replace(",", "")) if written and _NUMBER.fullmatch(written[-1]) else None

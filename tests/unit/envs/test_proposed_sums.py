@@ -12,6 +12,8 @@ from opentinker.shared.spec.seats import SeatTable, mistakes_in_seats
 from tests.support.playing import sit
 
 SOLVERS = ("solver_1", "solver_2", "solver_3", "solver_4")
+CUT_OUT = ("12,345 + 1", "1.5 + 2", "-5 + 3", "\u22125 + 3", "1 + 2.5", "1 + 2,500", "1 + 25.5")
+"""A part of each would be an addition."""
 table = partial(sit, "proposed_sums")
 
 
@@ -28,11 +30,35 @@ async def test_the_proposer_earns_most_where_half_of_the_solvers_are_right(right
     assert game.totals == {"proposer": paid, **{seat: float(n < right) for n, seat in enumerate(SOLVERS)}}
 
 
-@pytest.mark.parametrize("text", ["", "12 * 34", "12345 + 1", "1 + 12345", "+ 3", "12 + x", "١٢ + ١"])
+@pytest.mark.parametrize("text", ["", "12 * 34", "12345 + 1", "1 + 12345", "+ 3", "12 + x", "١٢ + ١", *CUT_OUT])
 async def test_what_is_no_addition_ends_the_match_without_solvers(text: str) -> None:
     game = await table()
     step = await game.say(text)
     assert step.done and step.metrics == {"valid": 0.0} and game.totals == dict.fromkeys(("proposer", *SOLVERS), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("answer", "right"),
+    [
+        ("1,046", 1.0),
+        ("1046.0", 1.0),
+        ("**1,046.00**.", 1.0),
+        ("1000 + 46 = 1046, I think", 1.0),
+        ("-1046", 0.0),
+        ("\u22121046", 0.0),
+        ("1046.5", 0.0),
+        ("11,046", 0.0),
+        ("10,46", 0.0),
+        ("1046,45", 0.0),
+        ("1046 - no, 1045", 0.0),
+        ("\u0661\u0660\u0664\u0666", 0.0),
+    ],
+)
+async def test_answers_are_read_as_numbers_are_written(answer: str, right: float) -> None:
+    game = await table(solvers=2)
+    await game.say("1000 + 46")
+    await game.say_all(answer, "46.0")
+    assert (game.totals["solver_1"], game.totals["solver_2"]) == (right, 0.0)
 
 
 async def test_settings_decide_seats_and_sizes() -> None:
