@@ -38,8 +38,8 @@ ROUNDING = 1e-12
 """Relative error of the log density."""
 Floats = NDArray[np.float64]
 Results = Mapping[tuple[str, str], Sequence[float]]
-"""Wins of a, draws and losses of a, by (a, b); fractions of games, where older ones count less. A pair may stand in both
-orders."""
+"""Wins of a, draws and losses of a, by (a, b); fractions of games where older ones count less. A pair may stand in
+both orders."""
 
 
 @dataclass(frozen=True)
