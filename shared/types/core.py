@@ -406,5 +406,5 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
         if not policy:
             return self
         own = self.spec["policies"][policy]
-        spec = {**self.spec, **{table: own[table] for table in POLICY_TABLES}}
+        spec = {**self.spec, **{table: own[table] for table in POLICY_TABLES}, "start": own.get("start")}
         return msgspec.structs.replace(self, id=part_id(self.id, policy), spec=spec)

@@ -7,6 +7,7 @@ from typing import Any
 
 from opentinker import AsyncClient
 from opentinker.services.scheduler.artifacts.archiver import used_by
+from opentinker.services.scheduler.artifacts.registry import lineage_of
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.types.core import part_id
 from opentinker.shared.types.manifest import read_manifest, start_of
@@ -43,6 +44,10 @@ async def test_each_policy_starts_from_a_checkpoint_that_is_kept_for_it(
     kept = start_of(ctx.settings.data_dir, job, "speaker")
     assert read_manifest(kept).step == 10 and (kept / "trainer" / "optimizer.safetensors").read_bytes() == b"moments"
     assert used_by([await ctx.store.job(job)]) == {speaker: {10}}, "it is not deleted"
+
+    record = await ctx.store.job(job)
+    assert lineage_of(record.part("speaker"), {}) == [str(base), f"{speaker}@10"]
+    assert lineage_of(record.part("listener"), {}) == [str(base)]
 
     both = game(base, speaker={"from": f"{speaker}@10"}, listener={"from": f"{listener}@latest"})
     again = (await client.submit(both))["id"]
