@@ -72,7 +72,10 @@ def refers_to_checkpoints(data: Any) -> bool:
     against = validation.get("against") if isinstance(validation, dict) else None
     players = [*(seats.values() if isinstance(seats, dict) else ()), *(against if isinstance(against, list) else ())]
     plays = any(isinstance(player, dict) and player.get("frozen") for player in players)
-    return bool(plays or data.get("start") or (isinstance(serving, dict) and serving.get("adapters")))
+    policies = data.get("policies")
+    parts = [data, *(policies.values() if isinstance(policies, dict) else ())]
+    starts = any(isinstance(part, dict) and part.get("start") for part in parts)
+    return bool(plays or starts or (isinstance(serving, dict) and serving.get("adapters")))
 
 
 def with_whole_paths(data: Any, beside: str | Path | None = None) -> Any:

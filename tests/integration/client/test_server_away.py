@@ -118,7 +118,10 @@ def test_submissions_that_name_checkpoints_are_given_time_for_their_copies() -> 
         {"seats": {"a": frozen}},
         {"validation": {"against": [{"bot": "random"}, frozen]}},
         {"start": {"from": "j-0123456789@1"}},
+        {"policies": {"a": {}, "b": {"start": {"from": "j-0123456789~b@1"}}}},
     ):
         assert refers_to_checkpoints(data)
+    for policies in ({"a": {}, "b": {"start": None}}, {"a": 3}, 3):
+        assert not refers_to_checkpoints({"policies": policies})
     for against in ([{"bot": "random"}, 3], 3, None):
         assert not refers_to_checkpoints({"validation": {"against": against}})
