@@ -7,6 +7,7 @@ import { parse } from "smol-toml";
 import { changeOf } from "../src/editor/change.ts";
 import { placeOf, placesIn, spotAt } from "../src/editor/places.ts";
 import { hintOf, settingsOf, valuesOf, type Schema } from "../src/editor/schema.ts";
+import { kindOf, readSpec } from "../src/editor/text.ts";
 import type { Json } from "../src/lib/types.ts";
 
 const TEXT = `# a job
@@ -175,4 +176,9 @@ test("the schema says what a table may hold, what a setting may be, and what it 
   assert.equal(hintOf(SCHEMA, "train.lr"), "Learning rate.\nmore than 0; at most 1; default 0.00001");
   assert.equal(hintOf(SCHEMA, "train"), "How it learns.");
   assert.equal(hintOf(SCHEMA, "train.nothing"), "");
+});
+
+test("the form of a sweep is that of the kind of its jobs", () => {
+  const kinds = ['', 'kind = "sft"', 'kind = "sweep"', 'kind = "sweep"\n[sweep]\nkind = "dpo"', 'kind = "eval"\n[sweep]\nmax_jobs = 2'];
+  assert.deepEqual(kinds.map((text) => kindOf(readSpec(text))), ["rl", "sft", "rl", "dpo", "eval"]);
 });

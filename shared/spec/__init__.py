@@ -356,6 +356,8 @@ MAX_MISTAKES = 100
 def parse_spec(data: Any) -> JobSpec:
     """Validate plain data. Raises SpecError with one entry per mistake: field, value, problem, maybe a suggestion; of
     more than MAX_MISTAKES the first ones."""
+    if isinstance(data, dict) and data.get("sweep", data) is None:
+        data = {name: value for name, value in data.items() if name != "sweep"}
     try:
         return JobSpec.model_validate(data)
     except ValidationError as error:

@@ -3,7 +3,7 @@
 import type { JSX } from "preact";
 import type { Json } from "../lib/types.ts";
 import { hintOf, valuesOf, type Schema } from "./schema.ts";
-import type { Table } from "./text.ts";
+import { kindOf, type Table } from "./text.ts";
 
 const COMMON: Record<string, string[]> = {
   rl: [
@@ -26,10 +26,9 @@ interface Props {
 
 export function Form({ spec, schema, known, set }: Props): JSX.Element {
   if (!spec) return <p class="dim">The text cannot be read: see the marked place.</p>;
-  const kind = typeof spec["kind"] === "string" ? spec["kind"] : "rl";
   return (
     <div class="form">
-      {(COMMON[kind] ?? COMMON["rl"]!).map((path) => (
+      {(COMMON[kindOf(spec)] ?? COMMON["rl"]!).map((path) => (
         <Field key={path} path={path} value={at(spec, path)} schema={schema} known={known(path)} set={set} />
       ))}
     </div>

@@ -51,3 +51,11 @@ export function writeSpec(spec: Json, schema: Schema): string {
 function hasNull(value: Json): boolean {
   return value === null || (typeof value === "object" && Object.values(value).some(hasNull));
 }
+
+/** The kind of a job, or of a sweep's jobs. */
+export function kindOf(spec: Table): string {
+  const sweep = spec["sweep"];
+  const own = typeof sweep === "object" && sweep !== null && !Array.isArray(sweep) ? sweep["kind"] : undefined;
+  const kind = spec["kind"] === "sweep" ? own : spec["kind"];
+  return typeof kind === "string" ? kind : "rl";
+}

@@ -112,6 +112,8 @@ def parse_sweep(data: Any) -> Sweep:
     except ValidationError as error:
         found = [one for item in error.errors(include_url=False) for one in mistakes_of(item)]
         found = [{**one, "field": _below(one["field"])} for one in found]
+        if any(one["field"] == f"{TABLE}.kind" for one in found):  # then it is unknown which settings its jobs have
+            raise SpecError(_once(found)) from None
         raise SpecError(_once(found + _of_first_job(data[TABLE], base, found))) from None
     kind = base.get("kind", "rl")
     if kind == "inference":

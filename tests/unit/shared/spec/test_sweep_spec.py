@@ -195,6 +195,13 @@ def test_one_job_of_a_sweep_is_refused_with_the_way_to_submit_it() -> None:
         parse_spec({**SMALLEST, "kind": "sweep"})
 
 
+def test_a_sweep_that_is_null_is_none_as_the_schema_says() -> None:
+    plain = {**SMALLEST, "sweep": None}
+    jsonschema.validate(plain, job_schema())
+    assert parse_spec(plain) == parse_spec(SMALLEST)
+    assert wrong({**plain, "kind": "sweep"}).keys() == {"sweep"}
+
+
 def test_the_kind_of_the_jobs_stands_in_the_table_where_kind_is_sweep() -> None:
     swept = sweep({"train.lr": [1]}, {"kind": "sweep"})
     assert parse_sweep(swept).base["kind"] == "rl" == parse_sweep(swept).table.kind
@@ -202,6 +209,11 @@ def test_the_kind_of_the_jobs_stands_in_the_table_where_kind_is_sweep() -> None:
     rows = {**supervised, "kind": "sweep", "data": {"path": "rows.jsonl"}}
     found = parse_sweep({**rows, "sweep": {**swept["sweep"], "kind": "sft"}})
     assert found.base["kind"] == "sft" and (found.table.metric, found.table.goal) == ("loss", "minimize")
+
+
+def test_a_wrong_kind_of_the_jobs_is_the_only_mistake_since_their_settings_depend_on_it() -> None:
+    rows = {**SMALLEST, "kind": "sweep", "data": {"path": "rows.jsonl"}}
+    assert wrong({**rows, "sweep": {"parameters": {"data.batch_size": [1]}, "kind": "stf"}}).keys() == {"sweep.kind"}
 
 
 def test_values_that_do_not_go_together_are_told_with_their_combination() -> None:
