@@ -159,7 +159,7 @@ class EvalScheduler:
         if len(self._results) < self._total:
             await self._purge_exams()
         results = [self._results[index] for index in sorted(self._results)]
-        names = [opponent.name for opponent in self._opponents]
+        names = [opponent.metric_name for opponent in self._opponents]
         values = await asyncio.to_thread(metrics_of, results, self.plan, names)
         values |= {"val/seconds": time.monotonic() - began}
         anchors = self.plan.anchors_of(self.reporter.policy)

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from opentinker.shared.spec.base import SpecPart, Steps, Tokens
 from opentinker.shared.spec.pools import PoolName
-from opentinker.shared.spec.seats import PLAYERS, PolicyName, SeatSpec
+from opentinker.shared.spec.seats import MODEL_NAME_CHARACTERS, PLAYERS, PolicyName, SeatSpec
 from opentinker.shared.spec.serving import nothing_trained
 from opentinker.shared.types.mistakes import Mistake, mistake, unused
 
@@ -87,22 +87,32 @@ class OpponentSpec(SeatSpec):
     """One of [policies], with the weights that it has at that time. A policy is not evaluated against itself."""
     pool: PoolName | None = None
     """Not possible: the members of a pool change. Name a checkpoint or a bot."""
+    name: Annotated[str, Field(min_length=1, max_length=MODEL_NAME_CHARACTERS)] | None = None
+    """url: part of metric names; default: `model`. Two opponents of one name need it."""
 
     MAY_PLAY = tuple(player for player in PLAYERS if player != "pool")
 
     @property
-    def name(self) -> str:
-        """Part of metric names: of a policy, a bot, a checkpoint (`JOB@STEP`), or the model's name at its server."""
-        return str(self.model) if self.url is not None else self.policy or self.bot or self.frozen or ""
+    def metric_name(self) -> str:
+        """Part of metric names: of a policy, a bot, a checkpoint (`JOB@STEP`), or a model behind a URL."""
+        if self.url is not None:
+            return self.name or str(self.model)
+        return self.policy or self.bot or self.frozen or ""
 
     def resolve(self) -> list[Mistake]:
         if self.pool is None:
-            return super().resolve()
+            return super().resolve() or self._wrong_name()
         problem = (
             "plays in no evaluation: its members change, so win rates of different steps would not be comparable; "
             "name a checkpoint, e.g. frozen = 'JOB@STEP', or a bot"
         )
         return [mistake("pool", self.pool, problem)]
+
+    def _wrong_name(self) -> list[Mistake]:
+        if self.name is None or (self.url is not None and self.name.isprintable()):
+            return []
+        named = "must be printable" if self.url is not None else "belongs to a url; others have that of their player"
+        return [mistake("name", self.name, named)]
 
 
 class ValidationSpec(EvaluationSpec):
@@ -125,9 +135,11 @@ class ValidationSpec(EvaluationSpec):
 
     def resolve(self) -> list[dict[str, Any]]:
         found = super().resolve()
-        names = [opponent.name for opponent in self.against]
-        if len(set(names)) < len(names):
-            found.append(mistake("against", names, TWICE))
+        names = [opponent.metric_name for opponent in self.against]
+        if (twice := next((name for name in names if names.count(name) > 1), None)) is not None:
+            places = " and ".join(str(place) for place, name in enumerate(names) if name == twice)
+            problem = f"{TWICE}. Entries {places} are named {twice!r}: leave out all but one, or give a url a `name`"
+            found.append(mistake("against", names, problem))
         if taken := sorted({"low", "high"} & {name.rpartition("/")[2] for name in names}):
             problem = f"must not be named {' or '.join(taken)}: these are the bounds of val/winrate"
             found.append(mistake("against", names, problem))
@@ -144,7 +156,9 @@ class ValidationSpec(EvaluationSpec):
         """Return the opponents of a policy that always play alike, by which its weights are rated: bots, then
         checkpoints, then models behind URLs. The first one has the rating 0."""
         opponents = self.opponents_of(policy)
-        return [one.name for kind in ("bot", "frozen", "url") for one in opponents if getattr(one, kind) is not None]
+        return [
+            one.metric_name for kind in ("bot", "frozen", "url") for one in opponents if getattr(one, kind) is not None
+        ]
 
     def total_of(self, policy: str) -> int:
         """Return the episodes of one evaluation of a policy."""

@@ -176,7 +176,9 @@ def url_mistakes(spec: JobSpec) -> list[Mistake]:
     found = []
     first: dict[str, dict[str, Any]] = {}
     for name, player in all_players(spec).items():
-        if player.url is not None and (own := player.model_dump()) != first.setdefault(str(player.player), own):
+        if player.url is not None and (own := player.model_dump(exclude={"name"})) != first.setdefault(
+            str(player.player), own
+        ):
             problem = "also plays with other settings: the same model at the same url has the same settings"
             found.append(mistake(f"{name}.model", player.model, problem))
     if first and spec.environment.tools:
@@ -323,13 +325,27 @@ def seat_mistakes(spec: JobSpec) -> list[Mistake]:
     if spec.seats and not spec.policies and all("*" in s or "?" in s for s in spec.seats) and "*" in spec.seats:
         found.append(mistake("seats", list(spec.seats), "leaves no seat to the job's policy"))
     found += url_mistakes(spec)
-    fixed = [*frozen_in(all_players(spec)), *pools_in(spec.seats)]
-    if fixed and max(1, len(spec.policies)) + len(fixed) > MAX_POLICIES:
-        problem = f"name {len(fixed)} checkpoints and pools; with the policies, {MAX_POLICIES} may play in a job"
-        found.append(mistake("seats", fixed, problem))
+    found += _too_many(spec)
     if spec.match is not None and spec.match.rotate:
         found += _rotation_mistakes(spec)
     return found
+
+
+def _too_many(spec: JobSpec) -> list[Mistake]:
+    """Return a mistake if more checkpoints and pools play than a job may have, in seats or as opponents."""
+    fixed = [*frozen_in(spec.seats), *pools_in(spec.seats)]
+    room = MAX_POLICIES - max(1, len(spec.policies))
+    if len(fixed) > room and fixed:
+        problem = f"name {len(fixed)} checkpoints and pools; with the policies, {MAX_POLICIES} may play in a job"
+        return [mistake("seats", fixed, problem)]
+    more = [name for name in frozen_in(all_players(spec)) if name not in fixed]
+    if (many := len(fixed) + len(more) - room) <= 0 or not more:
+        return []
+    problem = (
+        f"names {len(more)} checkpoints that play no seat; with the policies and those of [seats], {MAX_POLICIES} may "
+        f"play in a job: leave out {many} of {', '.join(more)}"
+    )
+    return [mistake("validation.against", more, problem)]
 
 
 def _rotation_mistakes(spec: JobSpec) -> list[Mistake]:

@@ -126,7 +126,7 @@ async def _of_evaluations(
         reply = await ask(ctx, msgspec.structs.replace(own, bots=seats), tenant)
         problems = {m["problem"] for m in ([] if reply is None else reply.errors)}
         at = f"validation.against.{place}.bot"
-        found += [{"field": at, "value": opponent.name, "problem": problem} for problem in sorted(problems)]
+        found += [{"field": at, "value": opponent.metric_name, "problem": problem} for problem in sorted(problems)]
     return found
 
 

@@ -28,7 +28,7 @@ def job(*against: dict[str, Any], **changes: Any) -> JobSpec:
 def test_checkpoints_and_models_behind_urls_are_opponents_by_name() -> None:
     spec = job(URL, FROZEN, {"bot": "random"}, {"policy": "listener"}, {"frozen": "j-0123456789~a@9"})
     assert spec.validation is not None
-    names = [one.name for one in spec.validation.opponents_of("speaker")]
+    names = [one.metric_name for one in spec.validation.opponents_of("speaker")]
     assert names == ["lab/big", OLD, "random", "listener", "j-0123456789~a@9"]
     assert spec.validation.total_of("listener") == 16, "all but the policy itself"
 
@@ -75,6 +75,8 @@ def test_a_checkpoint_that_plays_a_seat_too_is_loaded_once() -> None:
         ({"url": "ftp://models.example", "model": "m"}, "validation.against.0.url", "http"),
         ({"bot": "random", "key": "lab"}, "validation.against.0.key", "belongs to a url"),
         ({**URL, "model": "big/low"}, "validation.against", "bounds of val/winrate"),
+        ({**FROZEN, "name": "old"}, "validation.against.0.name", "belongs to a url"),
+        ({**URL, "name": "a\nb"}, "validation.against.0.name", "must be printable"),
     ],
 )
 def test_what_cannot_be_an_opponent_is_refused(against: dict[str, Any], field: str, problem: str) -> None:
@@ -84,7 +86,14 @@ def test_what_cannot_be_an_opponent_is_refused(against: dict[str, Any], field: s
 
 def test_opponents_of_one_name_are_refused() -> None:
     other = {**URL, "url": "https://others.example/v1"}
-    assert "twice: win rates are by name" in refused(**validation(URL, other))["validation.against"]
+    found = refused(**validation(URL, {"bot": "random"}, other))["validation.against"]
+    assert (
+        "twice: win rates are by name. Entries 0 and 2 are named 'lab/big'" in found and "give a url a `name`" in found
+    )
+    spec = job(URL, {**other, "name": "others/big"}, seats={**BASE["seats"], "third": other})
+    assert spec.validation is not None
+    assert spec.validation.anchors_of("speaker") == ["lab/big", "others/big"]
+    assert len(urls_in(all_players(spec))) == 2
 
 
 def test_opponents_contradict_seats_and_settings() -> None:
@@ -95,6 +104,10 @@ def test_opponents_contradict_seats_and_settings() -> None:
     many = {f"seat{number}": {"frozen": f"j-0123456789@{number}"} for number in range(MAX_POLICIES - 2)}
     assert "seats" not in refused(seats={**BASE["seats"], **many}, train={}, **validation({"bot": "random"}))
     found = refused(seats={**BASE["seats"], **many}, **validation({"frozen": "j-0123456789@99"}))
-    assert f"{MAX_POLICIES} may play" in found["seats"]
+    assert found.keys() == {"validation.against"}, "which goes over the limit"
+    assert f"{MAX_POLICIES} may play in a job: leave out 1 of j-0123456789@99" in found["validation.against"]
+    many["one more"] = {"frozen": "j-0123456789@98"}
+    found = refused(seats={**BASE["seats"], **many}, **validation({"frozen": "j-0123456789@99"}))
+    assert found.keys() == {"seats"} and f"{MAX_POLICIES} may play" in found["seats"]
     exact = {"train": {"steps": 1, "deterministic": True}, "algorithm": {"max_staleness": 0}}
     assert "nothing fixes what it answers" in refused(**validation(URL), **exact)["validation.against.0.url"]

@@ -69,7 +69,7 @@ def test_no_policy_is_evaluated_against_itself() -> None:
         {**BASE, "validation": {"every": 5, "episodes": 10, "samples": 2, "temperature": 1.0, "against": against}}
     )
     assert spec.validation is not None
-    names = {name: [one.name for one in spec.validation.opponents_of(name)] for name in spec.policies}
+    names = {name: [one.metric_name for one in spec.validation.opponents_of(name)] for name in spec.policies}
     assert names == {"speaker": ["random", "listener"], "listener": ["random"]}
     assert [spec.validation.total_of(name) for name in spec.policies] == [40, 20]
 
