@@ -70,7 +70,9 @@ def check(
         raise typer.BadParameter("--groups needs --job JOB.toml; --url needs --job or --save")
     if name.startswith(harbor_tasks.PREFIX):
         if job is not None:
-            raise typer.BadParameter("--job needs an environment, not a set of tasks: write harbor")
+            raise typer.BadParameter(
+                f"--job needs an environment, not a set of tasks: name it `harbor` instead of `{name}`"
+            )
         found = harbor_tasks.check(name, as_json)
     else:
         found = _check(name, settings, (episodes, seed, turns), job, groups, url, as_json)

@@ -208,8 +208,11 @@ def measured_of(points: Sequence[Mapping[str, Any]], job: str) -> dict[str, floa
     turns = sum(values["rollout/turns"] for values in last.values())
     fewest = min(map(len, steps), default=0)
     recent = [own[-RECENT:] for own in steps]
-    if fewest < FEWEST or not turns:
+    if fewest < FEWEST:
         raise OpenTinkerError(f"job {job} has too few steps to plan by: it needs {FEWEST}")
+    if not turns:
+        problem = "has no metrics of its rollout workers to plan by (rollout/turns): plan by another job"
+        raise OpenTinkerError(f"job {job} {problem}, or without --like")
 
     def mean(own: list[dict[str, float]], *names: str) -> float:
         return float(sum(step.get(name, 0.0) for step in own for name in names) / len(own))
