@@ -111,29 +111,37 @@ async def test_each_policy_continues_from_its_own_checkpoint(toys: Toys) -> None
 
 
 async def test_policies_are_evaluated_and_rated_against_a_checkpoint_that_plays_no_seat(toys: Toys) -> None:
-    """Neither side of the penny is ever named by a toy engine, so all games are drawn."""
+    """Toy engines differ in nothing, so both policies play the same games, one as `first` and one as `second`."""
     cluster, model = toys
-    pennies: dict[str, Any] = {"environment": {"name": "matching_pennies"}}
-    old = await cluster.run(toy_game(model, seats={"odd": {"bot": "heads"}}, **pennies))
+    board: dict[str, Any] = {"environment": {"name": "tictactoe", "config": {"random_stones": 4, "rules": False}}}
+    old = await cluster.run(toy_game(model, seats={"second": {"bot": "random"}}, **board))
     spec = toy_game(
         model,
         policies={"a": {}, "b": {}},
-        seats={"even": "a", "odd": "b"},
-        validation={"every": 3, "episodes": 4, "transcripts": 4, "against": [{"frozen": f"{old}@3"}, {"policy": "b"}]},
-        **pennies,
+        seats={"first": "a", "second": "b"},
+        validation={"every": 3, "episodes": 9, "transcripts": 9, "against": [{"frozen": f"{old}@3"}, {"policy": "b"}]},
+        **board,
     )
     job = await cluster.run(spec)
-    for name, seat, other in (("a", "even", "odd"), ("b", "odd", "even")):
-        for line in cluster.lines(part_id(job, name), "validation.jsonl"):
-            assert [line[f"val/{won}/{old}@3"] for won in ("wins", "draws", "losses")] == [0, 4, 0]
-            assert line["val/rating"] == pytest.approx(0.0, abs=1e-6), "the checkpoint has the rating 0"
+    results: dict[str, list[float]] = {}
+    ratings: dict[str, float] = {}
+    for name, seat, other in (("a", "first", "second"), ("b", "second", "first")):
+        lines = cluster.lines(part_id(job, name), "validation.jsonl")
+        assert [line["step"] for line in lines] == [0, 3, 6]
+        results[name] = [lines[-1][f"val/{won}/{old}@3"] for won in ("wins", "draws", "losses")]
+        ratings[name] = lines[-1]["val/rating"]
         kept = (await cluster.client.transcripts(part_id(job, name)))["transcripts"]
-        met = [one for one in kept if one["opponent"] == f"{old}@3"]
+        met = [one for one in kept if one["opponent"] == f"{old}@3" and len(one["views"]) == 2]
         assert met and {view["seat"]: view["policy"] for view in met[0]["views"]} == {seat: name, other: f"{old}@3"}
         spans = {view["seat"]: view["tokens"]["versions"] for view in met[0]["views"]}
         assert {span[2] for span in spans[other]} == {"1.3"} and {span[2] for span in spans[seat]} == {"1.6"}
         trained = [view["policy"] for one in cluster.episodes(part_id(job, name)) for view in one["views"]]
         assert set(trained) == {"a", "b"}, "it plays in no match of training"
+    assert sum(results["a"]) == 9 and results["b"] == results["a"][::-1]
+    wins, _, losses = results["a"]
+    assert wins != losses, "the games tell who is rated above whom"
+    assert abs(ratings["a"]) > 1 and (ratings["a"] > 0) == (wins > losses), "the checkpoint has the rating 0"
+    assert ratings["b"] == pytest.approx(-ratings["a"], rel=1e-3)
 
 
 async def test_exchanged_policies_play_each_other_s_seats(toys: Toys) -> None:
