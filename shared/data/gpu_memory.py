@@ -1,6 +1,6 @@
 """Plans the memory of a job's trainer on its GPU, from the model's configuration and the spec.
 
-Rollout workers that share the GPU leave this much free (`services/rollout_worker/engines/gpu_share.py`), and `make
+Rollout workers that share the GPU leave this much free (`services/rollout_worker/engines/gpu_split.py`), and `make
 gpu-check` compares it with what a step takes.
 """
 

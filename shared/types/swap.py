@@ -78,7 +78,7 @@ class SwapReply(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
     version: WeightVersion | None = None
     sleeps: bool = False
-    """To a join: the engine must sleep while the trainer takes a step."""
+    """The engine must sleep while the trainer takes a step."""
     seconds: dict[str, float] = {}
     """pause, transfer, load, resume."""
     mismatch: float | None = None

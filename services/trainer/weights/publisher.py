@@ -22,7 +22,7 @@ import structlog
 
 from opentinker.services.trainer.learners.base import BUCKET_BYTES, SnapshotLike
 from opentinker.services.trainer.weights.step_room import StepRoom, release_unused
-from opentinker.services.trainer.weights.swap_requests import SwapCalls, SwapFailure
+from opentinker.services.trainer.weights.swap_requests import SwapCalls, SwapFailure, at_fault
 from opentinker.services.trainer.weights.transport_choice import place_of, transports
 from opentinker.shared.asyncio_tools import wait_event
 from opentinker.shared.backoff import exponential_delay_s
@@ -73,7 +73,7 @@ class Publisher:
         """Consecutive attempts that reached no worker."""
         self._room = StepRoom(self._calls)
         self._knows_workers = False
-        """Workers have been looked for: before that, any of them may have an engine that must sleep."""
+        """Every worker has answered: before that, any of them may have an engine that must sleep."""
         self._moving = asyncio.Lock()
         """Held while the group forms, while weights move, and while engines sleep."""
 
@@ -110,8 +110,7 @@ class Publisher:
         that does not obey is excluded until it joins again, which wakes it; a step without room fails with a message.
         """
         async with self._moving if self._room.sleepers or not self._knows_workers else nullcontext():
-            if not self._knows_workers:
-                await self._find_members()
+            await self._look_for_workers()
             sleepers = self._room.sleepers
             try:
                 await self._tell(sleepers, "sleep")
@@ -122,10 +121,24 @@ class Publisher:
                     await self._tell(sleepers, "wake")
 
     async def _tell(self, sleepers: list[WorkerInfo], action: str) -> None:
-        failures = await self._room.tell(sleepers, action, self._generation, self._load_s())
-        if failures:
-            workers, answers = zip(*failures, strict=True)
+        now, members = time.monotonic(), _addresses(self._members)
+        excluded = {name for name, end in self._not_before.items() if now < end}
+        failures = await self._room.tell(sleepers, action, self._generation, self._load_s(), excluded)
+        for worker, failure in failures:
+            if worker.address not in members:
+                self._back_off(worker, failure)
+        if own := [(worker, failure) for worker, failure in failures if worker.address in members]:
+            workers, answers = zip(*own, strict=True)
             self._break_group(workers, answers, "")
+
+    async def _look_for_workers(self) -> None:
+        """Return when every worker has said whether it sleeps, or after the time limit of a swap."""
+        deadline = time.monotonic() + self._timeout_s
+        while not self._knows_workers and time.monotonic() < deadline:
+            if self.ctx.bus.nc.is_connected:
+                await self._find_members()
+            if not self._knows_workers:
+                await asyncio.sleep(self._poll_s)
 
     async def _update(self) -> None:
         wanted = await self._find_members()
@@ -137,7 +150,6 @@ class Publisher:
     async def _find_members(self) -> list[WorkerInfo]:
         """Return the members that the group should have. If membership changes, every member must answer a ping."""
         now, alive = time.monotonic(), await self.ctx.store.workers()
-        self._knows_workers = True
         self._room.forget_others(_addresses(alive))
         ready = [
             worker
@@ -145,9 +157,11 @@ class Publisher:
             if worker.takes_weights_of(self.lease.job) and now >= self._not_before.get(worker.address, now)
         ]
         if _addresses(ready) == _addresses(self._members):
+            self._knows_workers = True
             return ready
         answers = await self._calls.ping_all(ready)
         self._room.note(ready, answers)
+        self._knows_workers |= not any(isinstance(a, SwapFailure) and a.absent and not a.gone for a in answers)
         refused = [(w, a) for w, a in zip(ready, answers, strict=True) if isinstance(a, SwapFailure) and not a.absent]
         for worker, failure in refused:
             self._back_off(worker, failure)
@@ -337,7 +351,7 @@ class Publisher:
     ) -> None:
         """Leave the broken group: the next iteration forms another without the workers at fault."""
         log.warning("weight_group_broken", generation=self._generation, problem=problem)
-        for worker, failure in _at_fault(members, answers, problem):
+        for worker, failure in at_fault(members, answers, problem):
             self._back_off(worker, failure)
         self._leave()
         self._members = []
@@ -355,7 +369,7 @@ class Publisher:
     def _is_own_fault(self, members: list[WorkerInfo], answers: list[SwapReply | SwapFailure], problem: str) -> bool:
         """Return whether the job's own workers, or the trainer, are at fault. If only workers that serve the policy
         are, the next group forms without them."""
-        blamed = [worker for worker, _ in _at_fault(members, answers, problem)]
+        blamed = [worker for worker, _ in at_fault(members, answers, problem)]
         return any(self._is_own(worker) for worker in blamed or members)
 
     def _count_failure(self, members: list[WorkerInfo], answers: list[SwapReply | SwapFailure], problem: str) -> None:
@@ -364,7 +378,7 @@ class Publisher:
             return  # no worker is at fault, and the connection will return
         self._failed_attempts += 1
         if self._failed_attempts >= self.max_attempts + len(members):
-            reasons = [f"{worker.id}: {failure.why}" for worker, failure in _at_fault(members, answers, problem)]
+            reasons = [f"{worker.id}: {failure.why}" for worker, failure in at_fault(members, answers, problem)]
             reasons += [problem] if problem else []
             version = "" if self._snapshot is None else f" {self._snapshot.version}"
             raise JobFailed(
@@ -372,18 +386,6 @@ class Publisher:
                 f"{'; '.join(reasons)} (each phase of a swap may take swap_timeout_s = {self._timeout_s:g} "
                 "s, transfer and load also the time for their bytes at 50 MB/s)"
             )
-
-
-def _at_fault(
-    members: Sequence[WorkerInfo], answers: Sequence[SwapReply | SwapFailure], problem: str
-) -> list[tuple[WorkerInfo, SwapFailure]]:
-    """Return the dead and silent workers. If there are none: all that failed, or, where the trainer's own part failed
-    too, the first of them, as the others may have failed because of it."""
-    failed = [(w, answer) for w, answer in zip(members, answers, strict=True) if isinstance(answer, SwapFailure)]
-    silent = [(w, failure) for w, failure in failed if failure.silent]
-    if silent or not problem:
-        return silent or failed
-    return sorted(failed, key=lambda one: one[1].at)[:1]
 
 
 def _addresses(workers: list[WorkerInfo]) -> set[str]:

@@ -44,6 +44,8 @@ class SwapFailure:
     """The worker is alive but did not answer in time."""
     gone: bool = False
     """The NATS server has no responder at its address."""
+    sleeps: bool = False
+    """As in its answer."""
     at: float = field(default_factory=time.monotonic)
 
     @property
@@ -119,7 +121,7 @@ class SwapCalls:
             return SwapFailure(str(error))
         finally:
             await cancel_and_wait(asking)
-        return reply if reply.ok else SwapFailure(reply.error)
+        return reply if reply.ok else SwapFailure(reply.error, sleeps=reply.sleeps)
 
     async def _absence(self, worker: WorkerInfo) -> SwapFailure | None:
         """Return why the worker will not answer; None if it may."""
@@ -148,4 +150,16 @@ class SwapCalls:
             return SwapFailure(str(error), absent=True, gone=isinstance(error, NoResponders))
         except WireError as error:
             return SwapFailure(str(error))
-        return reply if reply.ok else SwapFailure(reply.error)
+        return reply if reply.ok else SwapFailure(reply.error, sleeps=reply.sleeps)
+
+
+def at_fault(
+    members: Sequence[WorkerInfo], answers: Sequence[SwapReply | SwapFailure], problem: str
+) -> list[tuple[WorkerInfo, SwapFailure]]:
+    """Return the dead and silent workers. If there are none: all that failed, or, where the trainer's own part failed
+    too, the first of them, as the others may have failed because of it."""
+    failed = [(w, answer) for w, answer in zip(members, answers, strict=True) if isinstance(answer, SwapFailure)]
+    silent = [(w, failure) for w, failure in failed if failure.silent]
+    if silent or not problem:
+        return silent or failed
+    return sorted(failed, key=lambda one: one[1].at)[:1]

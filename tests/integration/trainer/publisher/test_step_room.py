@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Sequence
 
 import pytest
 
 from opentinker.services.rollout_worker.engines.base import SwapError
+from opentinker.services.trainer.weights.swap_requests import SwapFailure
 from opentinker.shared.runtime.service import Context
+from opentinker.shared.types.core import WorkerInfo
 from opentinker.shared.types.errors import JobFailed
-from opentinker.shared.types.swap import SwapCommand
+from opentinker.shared.types.swap import SwapCommand, SwapReply
 from tests.conftest import WAIT_S, soon, until
 from tests.integration.trainer.publisher.published_weights import BRIEF_S, FAKE, FakeWorker, Trainer, takes, training
 from tests.support.factories import version
@@ -87,6 +90,41 @@ async def test_the_first_step_of_a_trainer_finds_the_engines_of_its_predecessor(
     assert sleeper.asked == ["sleep", "wake"]
 
 
+@pytest.mark.parametrize("why", ["busy", "lost"])
+async def test_a_predecessors_engine_sleeps_whose_first_answer_is_refused_or_lost(
+    ctx: Context, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    sleeper = FakeWorker(ctx, "sleeper", takes, sleeps=True)
+    sleeper.busy = why == "busy"
+    publisher = Trainer(ctx, FAKE, "none").publisher
+    ping_all, lost = publisher._calls.ping_all, iter([why == "lost"])
+
+    async def ping(workers: Sequence[WorkerInfo]) -> list[SwapReply | SwapFailure]:
+        return [SwapFailure("no reply", absent=True)] if next(lost, False) else await ping_all(workers)
+
+    monkeypatch.setattr(publisher._calls, "ping_all", ping)
+    async with running(sleeper.live()):
+        await until(ctx.store.workers)
+        async with publisher.room_for_step():
+            assert sleeper.asked == ["sleep"]
+
+
+async def test_an_engine_that_hangs_outside_the_group_neither_delays_a_step_nor_breaks_the_group(ctx: Context) -> None:
+    async def hang(_: SwapCommand) -> None:
+        await asyncio.Event().wait()
+
+    sleeper, other = FakeWorker(ctx, "sleeper", hang, sleeps=True), FakeWorker(ctx, "other", takes)
+    sleeper.busy = True
+    async with running(sleeper.live()), running(other.live()), training(ctx, FAKE, "none") as trainer:
+        await trainer.serve(1)
+        await until(lambda: trainer.publisher._room.sleepers)
+        for _ in range(2):
+            async with asyncio.timeout(WAIT_S), trainer.publisher.room_for_step():
+                assert sleeper.asked[-1] == "sleep"
+        await trainer.serve(2)
+        assert other.asked.count("join") == 1
+
+
 @pytest.mark.parametrize("action", ["sleep", "wake"])
 async def test_an_engine_that_does_not_obey_delays_a_step_no_longer_than_a_swap_and_joins_again(
     ctx: Context, action: str
@@ -117,4 +155,5 @@ async def test_an_engine_whose_process_is_gone_is_not_told_to_sleep(ctx: Context
             await until(lambda: sleeper.version == version(1))
         async with trainer.publisher.room_for_step():
             pass
-        assert not trainer.publisher._room.sleepers and trainer.publisher.workers == 1
+        assert not trainer.publisher._room.sleepers
+        await until(lambda: trainer.publisher.workers == 1)
