@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,8 +14,10 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from opentinker.shared.runtime.listening import interface_of
 from opentinker.shared.types.swap import Transport
 
+NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 POLL_S = 0.1
 KINDS: tuple[Literal["nccl", "gloo"], ...] = ("nccl", "gloo")
 
@@ -39,6 +42,7 @@ class CollectiveLink:
                 continue
             prefixed, place = dist.PrefixStore(f"weights-{kind}", store), ranks.index(rank)
             if kind == "nccl":
+                name_interface(own_address)
                 group: dist.ProcessGroup = dist.ProcessGroupNCCL(prefixed, place, len(ranks), _nccl(timeout_s))
             else:
                 group = dist.ProcessGroupGloo(prefixed, place, len(ranks), gloo_options(own_address, timeout_s))
@@ -81,6 +85,13 @@ def _nccl(timeout_s: float) -> dist.ProcessGroupNCCL.Options:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = delta(timeout_s)
     return options
+
+
+def name_interface(own_address: str) -> None:
+    """Have NCCL connect and listen on the interface of this address, unless the operator has named one. For the life of
+    the process: NCCL reads it once, with its first collective."""
+    if name := interface_of(own_address):
+        os.environ.setdefault(NCCL_INTERFACE, f"={name}")
 
 
 def gloo_options(own_address: str, timeout_s: float) -> dist.ProcessGroupGloo._Options:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import ipaddress
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
@@ -17,14 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from opentinker.shared.nn.collective_link import gloo_options
+from opentinker.shared.nn.collective_link import gloo_options, name_interface
 from opentinker.shared.nn.transport import known_by
 from opentinker.shared.runtime.listening import interface_of, own_address
 
 HOST = "127.0.0.1"
 """Where the ranks of one machine meet."""
-INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""Environment variables that name the network interface of torch's default group."""
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+"""Environment variable that names the network interface of torch's default group."""
 REACH_S = 60.0
 """Time for a connection to rank 0's store."""
 COLLECTIVE_TIMEOUT_S = 1800.0
@@ -75,22 +76,25 @@ class ProcessGroup:
         backend = "nccl" if device == "cuda" else "gloo"
         found = cls(rank, world, device)
         found._own_address = own
+        if backend == "nccl" and not ipaddress.ip_address(own.partition("%")[0]).is_loopback:
+            name_interface(own)  # else NCCL's choice: this process may be in weight groups with other machines
         with found.on_interface():
             dist.init_process_group(backend, store=prefixed, rank=rank, world_size=world, timeout=patience)
         return found
 
     @contextlib.contextmanager
     def on_interface(self) -> Iterator[None]:
-        """Have groups of torch that are made in the block, the default one and those that DeepSpeed derives from it,
-        talk on the interface by which the other ranks are reached, unless the operator has named one."""
+        """Have gloo groups of torch that are made in the block, the default one and those that DeepSpeed derives from
+        it, talk on the interface by which the other ranks are reached, unless the operator has named one."""
         name = interface_of(self._own_address) if self._own_address else ""
-        added = [variable for variable in INTERFACES if name and variable not in os.environ]
-        os.environ.update(dict.fromkeys(added, name))
+        names = bool(name) and GLOO_INTERFACE not in os.environ
+        if names:
+            os.environ[GLOO_INTERFACE] = name
         try:
             yield
         finally:
-            for variable in added:
-                del os.environ[variable]
+            if names:
+                del os.environ[GLOO_INTERFACE]
 
     def leave(self) -> None:
         group, self._group = self._group, None
