@@ -177,13 +177,15 @@ class VllmEngine:
         self._beside[name] = await self._process.load_adapter(name, version, adapter)
 
     async def sleep(self) -> None:
-        """Offload the weights and drop the KV cache; requests wait, and are computed again after `wake`."""
+        """Offload the weights, drop the KV cache and the copy of the last version. Requests wait and are computed again
+        after `wake`."""
         async with self._swapping:
             if self._process.broken:
                 raise EngineLost(self._process.broken)
             if self._asleep:
                 return
             try:
+                await self._process.call("weights_release")
                 with self._process.while_open():
                     await self._process.llm().engine_core.sleep_async(level=1, mode="keep")
             except EngineDeadError as error:

@@ -231,6 +231,13 @@ class BucketEngine(WeightTransferEngine[GroupInfo, VersionInfo]):  # type: ignor
         self._shared.close()
         self.manifest, self.buckets, self.scale, self.task = [], None, None, None
 
+    def release(self) -> None:
+        """Let go of versions that have been loaded, of all policies, and give their memory back to the GPU."""
+        for engine in (self, *self._of_policy.values()):
+            engine.buckets = None
+        if not ON_CPU:
+            torch.cuda.empty_cache()
+
     def shutdown(self) -> None:
         for engine in (self, *self._of_policy.values()):
             engine.leave()
@@ -284,6 +291,9 @@ class WeightsExtension:
 
     def weights_forget(self, policy: int) -> None:
         self.weight_transfer_engine.of(policy).forget()
+
+    def weights_release(self) -> None:
+        self.weight_transfer_engine.release()
 
     def weights_write(self, policy: int, directory: str) -> dict[str, Any] | None:
         """Write the staged tensors of an adapter next to the `adapter_config.json` in `directory`."""
