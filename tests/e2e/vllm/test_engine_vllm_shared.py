@@ -64,6 +64,12 @@ def check(done: Completion, version: WeightVersion, model: Any, sampling: Sampli
     assert worst(done, expected(model, PROMPT, done, sampling)) <= TOLERANCE
 
 
+async def check_scores(engines: dict[str, VllmEngine], models: dict[str, Any]) -> None:
+    scored = await asyncio.gather(*(engine.score(PROMPT * 5) for engine in engines.values()))
+    for name, scores in zip(engines, scored, strict=True):
+        assert (torch.tensor(scores.logprobs) - plain_logprobs(models[name], PROMPT * 5)).abs().max() <= TOLERANCE
+
+
 def same(one: Completion, other: Completion) -> bool:
     return one.ids == other.ids and worst(one, torch.tensor(other.logprobs)) < TOLERANCE
 
@@ -105,6 +111,8 @@ async def test_adapters_of_one_base_share_an_engine_and_change_nothing_for_each_
         first = {**models, "blue": copy.deepcopy(models["blue"])}
         await of_blue.publish(V2, set_adapter(models["blue"], 20).items())
         assert (red.version, blue.version, frozen.version) == (V1, V2, FROZEN)
+        assert not any(task.done() for task in running.values()), "prompts are scored beside requests that sample"
+        await check_scores(shared, models)
         after = await ask_all(everyone, "after")
         check(after["blue"], V2, models["blue"], DRAWN)
         assert same(after["blue"], after["apart"]) and not same(after["blue"], before["blue"])
@@ -113,9 +121,7 @@ async def test_adapters_of_one_base_share_an_engine_and_change_nothing_for_each_
             assert same(after[name], before[name])
         for name, task in running.items():
             check(await task, versions[name], first[name], LONG)
-        scores = await blue.score(PROMPT * 5)
-        assert scores.version == V2
-        assert (torch.tensor(scores.logprobs) - plain_logprobs(models["blue"], PROMPT * 5)).abs().max() <= TOLERANCE
+        assert (await blue.score(PROMPT)).version == V2
     finally:
         await red.close()
         await apart.close()
