@@ -9,6 +9,7 @@ from opentinker import AsyncClient
 from opentinker.services.scheduler.artifacts.archiver import used_by
 from opentinker.services.scheduler.artifacts.registry import lineage_of
 from opentinker.shared.runtime.service import Context
+from opentinker.shared.state.sweeps import SweepStore
 from opentinker.shared.types.core import part_id
 from opentinker.shared.types.manifest import read_manifest, start_of
 from tests.integration.scheduler.start_checkpoint.checkpoint_files import LORA, adapter_files, full_files, spec_of
@@ -52,6 +53,25 @@ async def test_each_policy_starts_from_a_checkpoint_that_is_kept_for_it(
     both = game(base, speaker={"from": f"{speaker}@10"}, listener={"from": f"{listener}@latest"})
     again = (await client.submit(both))["id"]
     assert [read_manifest(start_of(ctx.settings.data_dir, again, name)).step for name in SEATS] == [10, 20]
+
+
+async def test_all_jobs_of_a_sweep_start_from_the_checkpoints_that_it_found(
+    client: AsyncClient, ctx: Context, base: Path, tmp_path: Path
+) -> None:
+    first = await trained(client, ctx, base, tmp_path)
+    latest = {name: {"from": f"{part_id(first, name)}@latest"} for name in SEATS}
+
+    async def starts(**parameters: list[Any]) -> list[str]:
+        table = {"parameters": parameters, "metric": "speaker/reward/mean"}
+        sweep = await SweepStore(ctx.store.redis).sweep(
+            (await client.sweep({**game(base, **latest), "sweep": table}))["id"]
+        )
+        return [sweep.base["policies"][name]["start"]["from"] for name in SEATS]
+
+    pinned = [f"{first}~speaker@10", f"{first}~listener@20"]
+    assert await starts(**{"train.lr": [1e-5, 1e-4]}) == pinned
+    varied = [latest["speaker"]["from"], pinned[0]]
+    assert await starts(**{"policies.speaker.start.from": varied}) == [varied[0], pinned[1]]
 
 
 async def test_what_does_not_fit_a_policy_is_refused_by_its_name(
