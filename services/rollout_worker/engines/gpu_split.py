@@ -181,12 +181,19 @@ def neighbours(spec: JobSpec, job: str, gpu: Gpu, workers: list[WorkerInfo], use
         step, rest = step + CONTEXT_BYTES, rest + CONTEXT_BYTES
     if any(w.pool == Pool.REFERENCE for w in here):
         owns = [spec_of(spec, name) for name in spec.policies or ("",)]
-        frozen = list({(own.model.base, own.model.dtype) for own in owns if own.algorithm.kl_coef > 0})
+        frozen = [(base, dtype) for base, dtype, *_ in {_reference(own) for own in owns if own.algorithm.kl_coef > 0}]
         frozen += [(one.base, one.dtype) for one in (spec.teacher, spec.value_model) if one is not None]
         frozen += [(one.base, one.dtype) for one in spec.reward_models]
         held = sum(weight_bytes(*model) for model in frozen) + CONTEXT_BYTES if frozen else 0
         step, rest = step + held, rest + held
     return Neighbours(max(step, rest), rest, used, max(1, len(rollout)), loaded)
+
+
+def _reference(spec: JobSpec) -> tuple[str, str, bool, str]:
+    """Return the identity of a policy's reference model, as reference-forward has it: base, dtype, fp32_head, and the
+    checkpoint that the policy starts from, whose weights have the size of the base."""
+    start = "" if spec.start is None else spec.start.checkpoint
+    return spec.model.base, spec.model.dtype, spec.model.fp32_head, start
 
 
 def weight_bytes(base: str, dtype: str) -> int:

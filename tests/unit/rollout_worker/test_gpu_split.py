@@ -153,6 +153,30 @@ def test_only_what_is_on_the_same_gpu_is_a_neighbour(spec: JobSpec) -> None:
     assert neighbours(spec, "j", HERE, [own, ready], 7) == Neighbours(0, 0, 7, 2, 1)
 
 
+def test_each_checkpoint_that_policies_start_from_is_a_reference_model(
+    spec: JobSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_split, "weight_bytes", lambda *_: 2 * GB)
+    kl, seats = {"kl_coef": 0.1}, {name: name for name in "abcde"}
+
+    def references(**policies: dict[str, Any]) -> int:
+        every = {name: {"algorithm": kl, **policies.get(name, {})} for name in seats}
+        data = {**spec.model_dump(mode="json"), "policies": every, "seats": seats, "environment": {"name": "game"}}
+        for table in ("model", "algorithm", "train"):
+            data[table] = {"model": {"base": spec.model.base}, "train": {"steps": 1}}.get(table, {})
+        near = neighbours(parse_spec(data), "j", HERE, [worker(Pool.REFERENCE, HERE)], 0)
+        return (near.rest - CONTEXT_BYTES) // (2 * GB)
+
+    def start(checkpoint: str) -> dict[str, Any]:
+        return {"start": {"from": checkpoint}}
+
+    one, other = "j-0123456789@1", "j-0123456789@2"
+    assert references() == 1
+    assert references(a=start(one), b=start(one), c=start(other)) == 3, "the base and two checkpoints"
+    assert references(a={"model": {"fp32_head": True, "dtype": "bfloat16"}}, b={"model": {"dtype": "bfloat16"}}) == 3
+    assert references(a={**start(one), "algorithm": {"kl_coef": 0.0}}) == 1
+
+
 def test_the_next_version_is_made_while_the_last_one_is_sent(spec: JobSpec) -> None:
     near = neighbours(spec, "j", HERE, [worker(Pool.TRAINER, HERE)], 0)
     (memory,) = planned(spec)
