@@ -41,12 +41,19 @@ class ModelKey(msgspec.Struct, frozen=True):
 
 
 def find_references(spec: JobSpec, data_dir: Path, job: str) -> dict[ModelKey, list[str]]:
-    """Return the policies of a job with [policies] that have a reference, by that model. They have no other role."""
+    """Return the policies of a job with [policies] that have a reference, by that model. They have no other role.
+
+    A checkpoint is kept for each policy that starts from it; they share the reference from the first one's directory.
+    """
     found: dict[ModelKey, list[str]] = {}
+    starts: dict[str, Path] = {}
     for name in spec.policies:
         own = spec_of(spec, name)
         if own.algorithm.kl_coef > 0:
-            found.setdefault(_reference(own, start_of(data_dir, job, name)), []).append(name)
+            start = start_of(data_dir, job, name)
+            if own.start is not None:
+                start = starts.setdefault(own.start.checkpoint, start)
+            found.setdefault(_reference(own, start), []).append(name)
     return found
 
 

@@ -22,7 +22,12 @@ import torch
 from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM
 
-from opentinker.services.reference_forward.required_models import REFERENCE, ModelKey, find_required_models
+from opentinker.services.reference_forward.required_models import (
+    REFERENCE,
+    ModelKey,
+    find_references,
+    find_required_models,
+)
 from opentinker.services.reference_forward.results import add_results
 from opentinker.services.reference_forward.scorer import Scorer
 from opentinker.services.reference_forward.service import ReferenceForward
@@ -36,7 +41,7 @@ from opentinker.shared.types.core import JobState, WeightVersion
 from opentinker.shared.types.manifest import start_of
 from opentinker.shared.types.trajectories import Group
 from tests.conftest import WAIT_S, Server, soon, until
-from tests.support.factories import make_trajectory
+from tests.support.factories import make_spec, make_trajectory
 from tests.support.learning import loaded, plain_logprobs, random_groups, torch_spec
 
 
@@ -202,6 +207,16 @@ async def test_each_policy_is_scored_by_the_model_that_it_started_from(
         np.testing.assert_allclose(row.ref_logprobs, expected_T, atol=1e-5)
     (((other_T,),),) = [scorer.score(scorer.load(ModelKey(str(tiny), "float32")), [alone], [1.0])]
     assert np.abs(continued.ref_logprobs - other_T).max() > 1e-3, "the references differ"
+
+
+def test_policies_that_start_from_one_checkpoint_share_its_reference(tmp_path: Path) -> None:
+    kl = {"algorithm": {"kl_coef": 0.1}}
+    one, other = ({**kl, "start": {"from": f"j-0123456789@{step}"}} for step in (3, 4))
+    policies = {"a": one, "b": one, "c": other, "d": kl, "e": kl}
+    spec = make_spec(environment={"name": "game"}, policies=policies, seats={name: name for name in policies})
+    found = find_references(spec, tmp_path, "j")
+    assert list(found.values()) == [["a", "b"], ["c"], ["d", "e"]]
+    assert [Path(key.base) for key in found][:2] == [start_of(tmp_path, "j", name) for name in "ac"]
 
 
 async def test_a_match_without_a_policy_that_has_a_reference_passes_through(bus: Bus, store: Store, tiny: Path) -> None:
