@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import structlog
 
+from opentinker.shared.asyncio_tools import sleep
 from opentinker.shared.data.gpu_memory import CONTEXT_BYTES, ModelSize, TrainingMemory, model_size, training_bytes
 from opentinker.shared.data.model_files import parameters_in
 from opentinker.shared.runtime.gpus import used_bytes
@@ -18,6 +20,7 @@ from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.policies import spec_of
 from opentinker.shared.spec.train import engine_ranks
+from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import Gpu, Lease, Pool, WorkerInfo
 from opentinker.shared.types.errors import JobFailed
 
@@ -29,6 +32,9 @@ SPARE = 0.04
 """Share that stays free on a GPU with several processes: plans are not exact, and allocators leave gaps."""
 KV_SHARE = 0.1
 """An engine whose KV cache has less of the GPU's memory counts as one without room."""
+TRAINER_S = 30.0
+"""Time that a trainer has to start again, before a rollout worker plans without it."""
+POLL_S = 0.5
 GB = 1e9
 
 
@@ -75,7 +81,7 @@ def split(
     """
     needed = engine + int(KV_SHARE * total / near.rollout_workers)
     if not near.step and near.rollout_workers == 1:
-        return _alone(total, engine, needed, near, staged)
+        return _alone(total, engine, needed, near, staged)._replace(sleeps=sleep == "always")
     told = f"{total / GB:.0f} GB: {near.step / GB:.1f} for a step of the trainer and frozen models"
     told += f", {staged / GB:.1f} for a version that arrives" if staged else ""
     beside = _share(total, near.step, near, staged)
@@ -129,7 +135,7 @@ async def gpu_split(
     sleeps = spec.rollout.sleep == "always"
     if spec.rollout.toy is not None or not worker.info.gpus:
         return GpuSplit(sleeps=sleeps)
-    ranks, others = engine_ranks(spec), await worker.ctx.store.workers()
+    ranks, others = engine_ranks(spec), await _workers(worker.ctx.store, spec, lease.job)
     if (share := spec.rollout.gpu_memory_utilization) is not None:
         found = GpuSplit(share, sleeps, "rollout.gpu_memory_utilization")
     else:
@@ -141,7 +147,12 @@ async def gpu_split(
             near = await asyncio.to_thread(neighbours, spec, lease.job, gpu, others, used)
             how: dict[str, Any] = {"sleep": spec.rollout.sleep, "may_sleep": len(spec.policies) < 2}
             splits.append(split(gpu.memory, engine, near, staged=staged, **how))
-        found = min(splits, key=lambda one: (not one.sleeps, one.share))
+        found = min(splits, key=lambda one: one.share)._replace(sleeps=any(one.sleeps for one in splits))
+        if found.share * min(gpu.memory for gpu in worker.info.gpus[:ranks]) < engine:
+            raise JobFailed(
+                f"vLLM takes the same share of each GPU of this rollout worker, {found.share:.0%}, which one of them "
+                f"limits, and the engine needs {engine / GB:.1f} GB of each. Give the worker GPUs with equal room"
+            )
         if kept and abs(found.share - kept) < SPARE / 2:  # no engine takes its share to the byte
             found = found._replace(share=kept)
     found = found._replace(is_shared=is_shared(worker.info, ranks, others))
@@ -149,6 +160,18 @@ async def gpu_split(
         detail = {**found._asdict(), "worker": worker.info.id}
         await worker.ctx.store.update(lease.job, event="engine_memory", detail=detail)
     return found
+
+
+async def _workers(store: Store, spec: JobSpec, job: str) -> list[WorkerInfo]:
+    """Return all workers; before that wait a little for the job's trainer, which may be starting again."""
+    deadline = time.monotonic() + TRAINER_S
+    while True:
+        found = await store.workers()
+        if spec.kind != "rl" or not spec.resources.trainer_gpus or time.monotonic() >= deadline:
+            return found
+        if any(w.pool == Pool.TRAINER and w.job in (job, None) for w in found):
+            return found
+        await sleep(POLL_S)
 
 
 def is_shared(own: WorkerInfo, ranks: int, workers: Iterable[WorkerInfo]) -> bool:

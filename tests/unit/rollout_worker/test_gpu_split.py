@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -104,6 +105,10 @@ def test_engines_sleep_where_the_spec_says_so() -> None:
     assert divided(2 * GB, Neighbours(20 * GB, 12 * GB, 0), "always").sleeps
 
 
+def test_an_engine_that_has_the_gpu_for_itself_sleeps_where_the_spec_says_so() -> None:
+    assert divided(2 * GB, Neighbours(0, 0, 0), "always") == GpuSplit(ALONE, sleeps=True)
+
+
 def test_models_that_fit_in_no_way_fail_the_job() -> None:
     with pytest.raises(JobFailed, match=r"share a GPU of 80 GB: 90\.0 for a step") as failed:
         divided(10 * GB, Neighbours(90 * GB, 75 * GB, 0))
@@ -183,18 +188,55 @@ def test_the_next_version_is_made_while_the_last_one_is_sent(spec: JobSpec) -> N
     assert near.rest == memory.weights + memory.moments + 2 * memory.snapshot + CONTEXT_BYTES
 
 
-async def shares(
-    spec: JobSpec, monkeypatch: pytest.MonkeyPatch, *used: int, kept: float = 0.0, own: WorkerInfo | None = None
-) -> list[float]:
+async def shares(spec: JobSpec, monkeypatch: pytest.MonkeyPatch, *used: int, kept: float = 0.0) -> list[float]:
     """Return the shares of two engines of a worker, where the driver says that this much is in use."""
+    own, trainer = worker(Pool.ROLLOUT, HERE), worker(Pool.TRAINER, THERE)
+    load = loader(spec, monkeypatch, own, AsyncMock(return_value=[own, trainer]), used, kept)
+    return [(await load._split("nowhere")).share for _ in range(2)]
+
+
+def loader(
+    spec: JobSpec, monkeypatch: pytest.MonkeyPatch, own: WorkerInfo, workers: Any, used: Iterable[int], kept: float = 0
+) -> Loader:
+    """`workers`: answers who is there; `used`: bytes that the driver says are in use."""
     measured = iter(used)
     monkeypatch.setattr(gpu_split, "used_bytes", lambda _: next(measured))
-    own = own or worker(Pool.ROLLOUT, HERE)
-    ctx = SimpleNamespace(store=SimpleNamespace(workers=AsyncMock(return_value=[own]), update=AsyncMock()))
+    monkeypatch.setattr(gpu_split, "POLL_S", 0.0)
+    ctx = SimpleNamespace(store=SimpleNamespace(workers=workers, update=AsyncMock()))
     lease = Lease(job="j", worker=own.id, incarnation="i", epoch=1, pool=Pool.ROLLOUT)
     leased: Any = SimpleNamespace(info=own, ctx=ctx)
-    load = Loader(leased, lease, spec, lambda *_: None, AsyncExitStack(), kept=kept)  # type: ignore[arg-type]
-    return [(await load._split("nowhere")).share for _ in range(2)]
+    return Loader(leased, lease, spec, lambda *_: None, AsyncExitStack(), kept=kept)  # type: ignore[arg-type]
+
+
+async def test_a_trainer_that_starts_again_is_waited_for(spec: JobSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, trainer = worker(Pool.ROLLOUT, HERE), worker(Pool.TRAINER, HERE)
+    workers = AsyncMock(side_effect=[[own], [own], [own, trainer]])
+    found = await loader(spec, monkeypatch, own, workers, [0])._split("nowhere")
+    assert "for a step" in found.why
+    monkeypatch.setattr(gpu_split, "TRAINER_S", 0.0)
+    alone = await loader(spec, monkeypatch, own, AsyncMock(return_value=[own]), [0])._split("nowhere")
+    assert alone.share == ALONE, "not for ever"
+
+
+async def test_each_gpu_of_a_divided_engine_has_room_for_its_share(
+    spec: JobSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two = msgspec.structs.replace(worker(Pool.ROLLOUT, HERE), gpus=[HERE, THERE])
+    monkeypatch.setattr(gpu_split, "engine_ranks", lambda _: 2)
+    near = {HERE.uuid: GpuSplit(0.3), THERE.uuid: GpuSplit(0.7, sleeps=True)}
+
+    def choose(*_: Any, **__: Any) -> GpuSplit:
+        return near[asked.pop(0)]
+
+    monkeypatch.setattr(gpu_split, "split", choose)
+    asked = [HERE.uuid, THERE.uuid]
+    there = AsyncMock(return_value=[two, worker(Pool.TRAINER, HERE)])
+    found = await loader(spec, monkeypatch, two, there, [0, 0])._split("nowhere")
+    assert (found.share, found.sleeps) == (0.3, True)
+    asked = [HERE.uuid, THERE.uuid]
+    monkeypatch.setattr(gpu_split, "weight_bytes", lambda *_: 60 * GB)
+    with pytest.raises(JobFailed, match="the same share of each GPU"):
+        await loader(spec, monkeypatch, two, there, [0, 0])._split("nowhere")
 
 
 async def test_all_engines_of_a_worker_have_one_measurement(spec: JobSpec, monkeypatch: pytest.MonkeyPatch) -> None:
