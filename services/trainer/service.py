@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import sys
 from contextlib import AsyncExitStack, suppress
 from typing import Any
 
@@ -59,7 +60,7 @@ async def _train(worker: LeasedWorker, lease: Lease, spec: JobSpec, listener: Ra
         root = worker.ctx.settings.data_dir / "jobs" / part / "checkpoints"
         worker.leftovers.append(checkpoint.orphan_pattern(root, lease.epoch))
     async with AsyncExitStack() as held:
-        held.callback(gc.collect)
+        held.callback(_release)
         learners = []
         for own in specs.values():
             learners.append(await asyncio.to_thread(make_learner, spec_of_group(own, lease), listener))
@@ -70,6 +71,14 @@ async def _train(worker: LeasedWorker, lease: Lease, spec: JobSpec, listener: Ra
             await train_all([TrainerJob(worker, lease, own, learner, name, joint) for (name, own), learner in each])
         else:
             await SupervisedJob(worker, lease, spec, learners[0]).run()
+
+
+def _release() -> None:
+    """Give the memory of a job back, on the GPU too, where torch would keep it for later tensors."""
+    gc.collect()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 async def _close(learner: Any) -> None:

@@ -34,6 +34,8 @@ KV_SHARE = 0.1
 """An engine whose KV cache has less of the GPU's memory counts as one without room."""
 TRAINER_S = 30.0
 """Time that a trainer has to start again, before a rollout worker plans without it."""
+STEP_S = 60.0
+"""Time in which a step of the trainer may end that takes more memory than is planned for the time between steps."""
 POLL_S = 0.5
 GB = 1e9
 
@@ -141,14 +143,21 @@ async def gpu_split(
     else:
         weights = engines * await asyncio.to_thread(weight_bytes, model, spec.model.dtype)
         engine, staged = weights // ranks, weights if ranks == 1 and _stages(spec) else 0
-        splits = []
-        for gpu in worker.info.gpus[:ranks]:  # vLLM takes the same share of each
+        how: dict[str, Any] = {"sleep": spec.rollout.sleep, "may_sleep": len(spec.policies) < 2, "staged": staged}
+        gpus, splits = worker.info.gpus[:ranks], list[GpuSplit]()
+        deadline = time.monotonic() + STEP_S
+        while len(splits) < len(gpus):  # vLLM takes the same share of each
+            gpu = gpus[len(splits)]
             used = max(0, (await asyncio.to_thread(used_bytes, gpu.uuid) or 0) - int(kept * gpu.memory))
             near = await asyncio.to_thread(neighbours, spec, lease.job, gpu, others, used)
-            how: dict[str, Any] = {"sleep": spec.rollout.sleep, "may_sleep": len(spec.policies) < 2}
-            splits.append(split(gpu.memory, engine, near, staged=staged, **how))
+            try:
+                splits.append(split(gpu.memory, engine, near, **how))
+            except JobFailed:
+                if time.monotonic() >= deadline:
+                    raise
+                await sleep(POLL_S)
         found = min(splits, key=lambda one: one.share)._replace(sleeps=any(one.sleeps for one in splits))
-        if found.share * min(gpu.memory for gpu in worker.info.gpus[:ranks]) < engine:
+        if found.share * min(gpu.memory for gpu in gpus) < engine:
             raise JobFailed(
                 f"vLLM takes the same share of each GPU of this rollout worker, {found.share:.0%}, which one of them "
                 f"limits, and the engine needs {engine / GB:.1f} GB of each. Give the worker GPUs with equal room"

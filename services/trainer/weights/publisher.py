@@ -116,7 +116,7 @@ class Publisher:
                 await self._tell(sleepers, "sleep")
                 yield
             finally:
-                if sleepers:
+                if self._room.had_sleepers:
                     await asyncio.to_thread(release_unused, self.device)
                     await self._tell(sleepers, "wake")
 

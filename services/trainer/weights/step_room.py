@@ -21,6 +21,8 @@ class StepRoom:
         self._calls = calls
         self._sleepers: dict[str, WorkerInfo] = {}
         """By address."""
+        self.had_sleepers = False
+        """One of them may be starting again, and measure then what a step leaves."""
 
     @property
     def sleepers(self) -> list[WorkerInfo]:
@@ -31,6 +33,7 @@ class StepRoom:
         for worker, answer in zip(workers, answers, strict=True):
             if answer.sleeps:
                 self._sleepers[worker.address] = worker
+                self.had_sleepers = True
 
     def forget_others(self, addresses: Collection[str]) -> None:
         """Forget engines at other addresses than these, which have heartbeats."""

@@ -218,6 +218,17 @@ async def test_a_trainer_that_starts_again_is_waited_for(spec: JobSpec, monkeypa
     assert alone.share == ALONE, "not for ever"
 
 
+async def test_a_step_that_is_under_way_is_waited_for(spec: JobSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = worker(Pool.ROLLOUT, HERE)
+    monkeypatch.setattr(gpu_split, "weight_bytes", lambda *_: 4 * GB)
+    workers = AsyncMock(return_value=[own, worker(Pool.TRAINER, THERE)])
+    found = await loader(spec, monkeypatch, own, workers, [79 * GB, 79 * GB, 40 * GB])._split("nowhere")
+    assert found.share == pytest.approx(0.96 - 44 / 80)
+    monkeypatch.setattr(gpu_split, "STEP_S", 0.0)
+    with pytest.raises(JobFailed, match=r"79\.0 in use"):
+        await loader(spec, monkeypatch, own, workers, [79 * GB])._split("nowhere")
+
+
 async def test_each_gpu_of_a_divided_engine_has_room_for_its_share(
     spec: JobSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Sequence
+from unittest.mock import Mock
 
 import pytest
 
 from opentinker.services.rollout_worker.engines.base import SwapError
+from opentinker.services.trainer.weights import publisher
 from opentinker.services.trainer.weights.swap_requests import SwapFailure
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.types.core import WorkerInfo
@@ -96,16 +98,16 @@ async def test_a_predecessors_engine_sleeps_whose_first_answer_is_refused_or_los
 ) -> None:
     sleeper = FakeWorker(ctx, "sleeper", takes, sleeps=True)
     sleeper.busy = why == "busy"
-    publisher = Trainer(ctx, FAKE, "none").publisher
-    ping_all, lost = publisher._calls.ping_all, iter([why == "lost"])
+    one = Trainer(ctx, FAKE, "none").publisher
+    ping_all, lost = one._calls.ping_all, iter([why == "lost"])
 
     async def ping(workers: Sequence[WorkerInfo]) -> list[SwapReply | SwapFailure]:
         return [SwapFailure("no reply", absent=True)] if next(lost, False) else await ping_all(workers)
 
-    monkeypatch.setattr(publisher._calls, "ping_all", ping)
+    monkeypatch.setattr(one._calls, "ping_all", ping)
     async with running(sleeper.live()):
         await until(ctx.store.workers)
-        async with publisher.room_for_step():
+        async with one.room_for_step():
             assert sleeper.asked == ["sleep"]
 
 
@@ -147,7 +149,9 @@ async def test_an_engine_that_does_not_obey_delays_a_step_no_longer_than_a_swap_
         await trainer.serve(2)
 
 
-async def test_an_engine_whose_process_is_gone_is_not_told_to_sleep(ctx: Context) -> None:
+async def test_an_engine_whose_process_is_gone_is_not_told_to_sleep(
+    ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sleeper, other = FakeWorker(ctx, "sleeper", takes, sleeps=True), FakeWorker(ctx, "other", takes)
     async with running(other.live()), training(ctx, FAKE, "none") as trainer:
         async with running(sleeper.live()):
@@ -157,3 +161,8 @@ async def test_an_engine_whose_process_is_gone_is_not_told_to_sleep(ctx: Context
             pass
         assert not trainer.publisher._room.sleepers
         await until(lambda: trainer.publisher.workers == 1)
+        released = Mock()
+        monkeypatch.setattr(publisher, "release_unused", released)
+        async with trainer.publisher.room_for_step():
+            pass
+        released.assert_called_once()  # the engine may start again and measure
