@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
+from opentinker.services.trainer.algorithm.credit_assignment import assign
 from opentinker.shared.spec import parse_spec
+from opentinker.shared.spec.policies import spec_of
 from opentinker.shared.spec.seats import SeatTable, mistakes_in_seats
+from tests.support.factories import group_of, trajectory_of
 from tests.support.playing import sit
 
 SOLVERS = ("solver_1", "solver_2", "solver_3", "solver_4")
@@ -70,13 +73,37 @@ async def test_settings_decide_seats_and_sizes() -> None:
     assert (await table(3)).prompt == (await table(3)).prompt
 
 
-async def test_a_job_trains_a_proposer_and_solvers_that_are_compared_within_a_match() -> None:
-    job: dict[str, Any] = {
-        "name": "sums",
-        "model": {"base": "m"},
-        "environment": {"name": "proposed_sums"},
-        "train": {"steps": 10},
-        "policies": {"proposer": {}, "solver": {"algorithm": {"episode_peers": {"solvers": ["solver_*"]}}}},
-        "seats": {"proposer": "proposer", "solver_*": "solver"},
-    }
-    assert mistakes_in_seats(SeatTable.of(parse_spec(job)), (await table()).environment.seats) == []
+JOB: dict[str, Any] = {
+    "name": "sums",
+    "model": {"base": "m"},
+    "environment": {"name": "proposed_sums"},
+    "algorithm": {"name": "dr_grpo"},
+    "train": {"steps": 10},
+    "policies": {"proposer": {}, "solver": {"algorithm": {"episode_peers": {"solvers": ["solver_*"]}}}},
+    "seats": {"proposer": "proposer", "solver_*": "solver"},
+}
+
+
+async def test_solvers_are_compared_within_a_match_and_proposers_over_the_group() -> None:
+    spec = parse_spec(JOB)
+    assert mistakes_in_seats(SeatTable.of(spec), (await table()).environment.seats) == []
+    trajectories = []
+    for match, right in enumerate((1, 2, 4)):
+        game = await table()
+        await game.say("12 + 34")
+        await game.say_all(*["46"] * right, *["47"] * (4 - right))
+        trajectories += [
+            trajectory_of([5, 6], [0, 1], reward=reward, index=match, seat=seat, policy=seat.partition("_")[0])
+            for seat, reward in game.totals.items()
+        ]
+    group = group_of(trajectories)
+
+    def advantages(policy: str) -> list[float]:
+        credit = assign([group.of(policy)], spec_of(spec, policy).algorithm)
+        return [float(values[0]) for values in credit.advantages_S]
+
+    solved = [0.25] * 4 + [0.5] * 4 + [1.0] * 4
+    rights = [float(n < right) for right in (1, 2, 4) for n in range(4)]
+    assert advantages("solver") == [right - mean for right, mean in zip(rights, solved, strict=True)]
+    mean = (0.75 + 1.0 + 0.0) / 3
+    assert advantages("proposer") == pytest.approx([0.75 - mean, 1.0 - mean, 0.0 - mean])
