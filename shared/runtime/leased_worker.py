@@ -57,8 +57,8 @@ class LeasedWorker:
     """`work(worker, lease, spec)` runs while the lease holds; it is cancelled when the lease goes away.
 
     If it raises JobFailed the job fails with that text; Fenced ends it quietly; RestartNeeded makes the process execute
-    itself again, and the job gets the next lease; anything else ends the process. So does
-    JobFailed of a rollout worker that cannot even load what others of the job generate with.
+    itself again, and the job gets the next lease; anything else ends the process, or with `bank` the
+    incarnation. So does JobFailed of a rollout worker that cannot even load what others of the job generate with.
     """
 
     def __init__(
@@ -289,6 +289,11 @@ class LeasedWorker:
                 await self._begin_anew(lease, 0.0, str(error))
             except (Fenced, NotFound) as error:
                 log.warning("fenced", error=str(error))
+            except Exception as error:
+                if not self._bank:
+                    raise
+                log.error("worker_failed", exc_info=error)  # a loss of this worker: other jobs of the process train on
+                await self._begin_anew(lease, 0.0, str(error))
             finally:
                 if isinstance(failure := sys.exception(), Exception):
                     log.error("worker_failed", exc_info=failure)

@@ -22,7 +22,6 @@ from opentinker.services.trainer.bank.mixed_batch import MixedBatch, Piece, Piec
 from opentinker.services.trainer.bank.pass_part import PassOptions, PassPart, Unit, UnitPart
 from opentinker.services.trainer.bank.residency import Residency
 from opentinker.shared.spec import LoraSpec
-from opentinker.shared.types.errors import OpenTinkerError
 
 MOST_SLOTS = 64
 
@@ -118,7 +117,7 @@ class AdapterBank:
                 self.base.adapt_for(adapter.shape)
                 if name in changing:
                     self.residency.begin_change(name)
-            except (OpenTinkerError, OSError) as error:  # the command of this adapter ends with it
+            except Exception as error:  # noqa: BLE001 - the command of this adapter ends with it
                 self.residency.drop_partial(name)
                 unusable[name] = error
         return unusable
@@ -127,9 +126,24 @@ class AdapterBank:
         """Run one packed forward and backward pass over rows of different adapters.
 
         A result that is not finite is refused: the command's gradient is dropped, the adapter is as before it, and the
-        others are not affected.
+        others are not affected. After an exception all gradients are as before the pass.
         """
         adapters = self.residency.bring(part.adapter for part in rows)
+        before = [None if one.partial is None else one.partial.clone() for one in adapters]
+        try:
+            results = self._run_pieces(adapters, rows)
+        except BaseException:
+            for adapter, partial in zip(adapters, before, strict=True):
+                adapter.partial = partial
+            raise
+        for adapter, part, result in zip(adapters, rows, results, strict=True):
+            if part.backward and (part.last or not result.is_finite):
+                if result.is_finite and adapter.partial is not None:
+                    adapter.gradient += adapter.partial
+                adapter.partial = None
+        return results
+
+    def _run_pieces(self, adapters: Sequence[Adapter], rows: Sequence[Rows | UnitRows]) -> list[PieceResult]:
         pieces = []
         for adapter, part in zip(adapters, rows, strict=True):
             self.base.adapt_for(adapter.shape)
@@ -138,13 +152,7 @@ class AdapterBank:
                 if adapter.partial is None:
                     adapter.partial = torch.zeros_like(adapter.weights)
             pieces.append(Piece(adapter, part.part, adapter.partial if part.backward else None))
-        results = MixedBatch(pieces).run(self.base)
-        for adapter, part, result in zip(adapters, rows, results, strict=True):
-            if part.backward and (part.last or not result.is_finite):
-                if result.is_finite and adapter.partial is not None:
-                    adapter.gradient += adapter.partial
-                adapter.partial = None
-        return results
+        return MixedBatch(pieces).run(self.base)
 
     def drop_partial(self, name: str) -> None:
         """Forget the gradient of a command that was cancelled before its last rows."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Self, cast
 
+import structlog
 from torch import Tensor
 
 from opentinker.services.trainer.bank.adamw import AdamSettings, check_settings
@@ -28,6 +30,8 @@ from opentinker.services.trainer.bank.pass_part import PassOptions, Unit
 from opentinker.shared.nn.packing import pack
 from opentinker.shared.spec import LoraSpec
 from opentinker.shared.types.errors import NotFound, OpenTinkerError
+
+log = structlog.get_logger()
 
 
 class ForwardResult(NamedTuple):
@@ -138,6 +142,7 @@ class BankLoop:
                 self.bank.remove(adapter)
 
         async with self._slots:
+            self._require_running()
             try:
                 await self._in_thread(add)
             except asyncio.CancelledError:
@@ -210,7 +215,12 @@ class BankLoop:
         self._push(tenant, adapter, _Call(answer=answer, function=function, removes=removes), [])
         return await answer
 
+    def _require_running(self) -> None:
+        if self.task.done():  # a command would wait for ever
+            raise OpenTinkerError("the adapter bank of this trainer has ended")
+
     def _push(self, tenant: str, adapter: str, command: _Command, units: list[int]) -> None:
+        self._require_running()
         if self.bank.residency.owners.get(adapter) != tenant or self._is_being_removed(tenant, adapter):
             raise NotFound(f"there is no adapter {adapter!r}")
         self.bank.limits.check_commands(self._queue.commands(tenant))
@@ -273,7 +283,13 @@ class BankLoop:
         steps = [(w, w.command.settings) for w in await self._load(chosen) if isinstance(w.command, _Step)]
         if steps:
             settings = [(waiting.adapter, settings) for waiting, settings in steps]
-            results = await self._in_thread(lambda: self.bank.optim_step(settings))
+            results: Sequence[StepResult | Exception]
+            try:
+                results = await self._in_thread(lambda: self.bank.optim_step(settings))
+            except Exception as error:
+                log.error("optimizer_step_failed", exc_info=error)
+                alone = error if len(steps) == 1 else OpenTinkerError(f"a step of several adapters: {error}")
+                results = [alone] * len(steps)
             for (waiting, _), result in zip(steps, results, strict=True):
                 self._answer(waiting, result)
 
@@ -294,7 +310,7 @@ class BankLoop:
         command.running = True
         try:
             self._answer(waiting, await self._in_thread(command.function))
-        except (OpenTinkerError, OSError) as error:  # the caller has it; the others go on
+        except Exception as error:  # noqa: BLE001 - the caller gets it; the others are not affected
             self._answer(waiting, error)
 
     async def _run_pass(self) -> None:
@@ -315,9 +331,24 @@ class BankLoop:
             start, command.done = command.done, command.done + count
             rows.append(command.make_rows(start, command.done, command.done == command.units))
         self._recent = {part.adapter for part in rows}
-        results: list[PieceResult] = await self._in_thread(lambda: self.bank.run_pass(rows))
-        for waiting, result in zip(loaded, results, strict=True):
-            self._take_result(waiting, result)
+        for waiting, result in zip(loaded, await self._results(rows), strict=True):
+            if isinstance(result, Exception):
+                await self._in_thread(functools.partial(self.bank.drop_partial, waiting.adapter))
+                self._answer(waiting, result)
+            else:
+                self._take_result(waiting, result)
+
+    async def _results(self, rows: Sequence[Rows | UnitRows]) -> list[PieceResult | Exception]:
+        """Run a pass. If it raises, run its commands one at a time: the exception is the result of the one at fault."""
+        try:
+            return list(await self._in_thread(lambda: self.bank.run_pass(rows)))
+        except Exception as error:  # noqa: BLE001 - the command gets it; the others are not affected
+            traceback.clear_frames(error.__traceback__)  # they hold the activations
+            failure = error
+        log.warning("pass_failed", adapters=[part.adapter for part in rows], exc_info=failure)
+        if len(rows) == 1:
+            return [failure]
+        return [result for part in rows for result in await self._results([part])]
 
     def _take_result(self, waiting: Waiting[_Command], result: PieceResult) -> None:
         command = waiting.command

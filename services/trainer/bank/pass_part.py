@@ -66,7 +66,7 @@ class Unit:
     tokens: int
     """By which its share of the passes is counted."""
     loss: Callable[[Scores], Tensor] | None = None
-    """Called in the bank's thread, units in order; must not raise. None: there is nothing to learn."""
+    """Called in the bank's thread, units in order, and again after a failed pass. None: there is nothing to learn."""
 
 
 @dataclass(frozen=True)

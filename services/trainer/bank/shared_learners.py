@@ -3,7 +3,7 @@ itself; passes and optimizer steps are those of a bank."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -153,14 +153,19 @@ class SharedPolicy(PolicyModel):
 
 class SharedRlLearner(RlLearner, SharedPolicy):
     def _accumulate(self, micros: list[MicroBatch], record: StepRecord, *, first: bool) -> dict[str, Tensor]:
-        sums = {name: torch.zeros((), device=self.device) for name in ("policy", "total", "value")}
+        parts: dict[int, tuple[StepRecord, dict[str, Tensor]]] = {}
+        """By micro-batch: if a pass has failed, its losses are computed again."""
 
-        def loss(micro: MicroBatch, scores: Scores) -> Tensor:
-            return self._objective(micro, scores.logprobs_M, scores.entropy_M, record, sums, first=first)
+        def loss(number: int, micro: MicroBatch, scores: Scores) -> Tensor:
+            own = {name: torch.zeros((), device=self.device) for name in ("policy", "total", "value")}
+            parts[number] = StepRecord(), own
+            return self._objective(micro, scores.logprobs_M, scores.entropy_M, *parts[number], first=first)
 
-        units = [Unit(micro.plan, micro.tokens, partial(loss, micro)) for micro in micros]
+        units = [Unit(micro.plan, micro.tokens, partial(loss, n, micro)) for n, micro in enumerate(micros)]
         self.run(units, backward=True, **self._options)
-        return sums
+        for one, _ in parts.values():
+            record.extend(one)
+        return _added(own for _, own in parts.values())
 
     @property
     def _options(self) -> dict[str, Any]:
@@ -186,23 +191,23 @@ class SharedRows(SupervisedLearner, SharedPolicy):
     """Rows in passes of a bank, for the losses of sft and dpo."""
 
     def _sums(self, batch: list[Example], *, backward: bool) -> tuple[dict[str, Tensor], dict[str, float]]:
-        weight, sums = self.weight(batch), dict[str, Tensor]()
+        weight, parts = self.weight(batch), dict[int, dict[str, Tensor]]()
 
-        def loss(micro: RowBatch, scores: Scores) -> Tensor:
+        def loss(number: int, micro: RowBatch, scores: Scores) -> Tensor:
             found = self.share(micro, scores.logprobs_M, scores.hits_M, weight)
-            for name, value in found.items():
-                sums[name] = sums.get(name, 0.0) + value.detach().double()
+            parts[number] = {name: value.detach().double() for name, value in found.items()}
             return found["loss"]
 
         micros = list(row_batches(batch, self.spec.train.tokens_per_micro_batch, torch.device("cpu")))
         self._measure_reference(micros)
-        self.run([Unit(m.plan, m.tokens, partial(loss, m)) for m in micros], backward=backward, hits=self.hits)
+        units = [Unit(micro.plan, micro.tokens, partial(loss, n, micro)) for n, micro in enumerate(micros)]
+        self.run(units, backward=backward, hits=self.hits)
         counts = {
             "tokens": sum(len(micro.sequence_M) for micro in micros),
             "tokens/total": sum(micro.tokens for micro in micros),
             "tokens/computed": sum(len(micro.plan.ids_N) for micro in micros),
         }
-        return sums, {name: float(count) for name, count in counts.items()}
+        return _added(parts.values()), {name: float(count) for name, count in counts.items()}
 
     def _measure_reference(self, micros: list[RowBatch]) -> None:
         """Do nothing: the loss has no reference."""
@@ -250,6 +255,14 @@ class SharedDpoLearner(SharedRows, DpoLearner):
         policy = SharedPolicy(self.spec, JobAdapter(self.adapter.bank, f"{self.adapter.name}-reference"))
         policy.start(start, optimizer=False)
         return policy
+
+
+def _added(parts: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
+    sums: dict[str, Tensor] = {}
+    for part in parts:
+        for name, value in part.items():
+            sums[name] = sums.get(name, 0.0) + value
+    return sums
 
 
 LEARNERS: dict[str, type[SharedRlLearner | SharedSftLearner | SharedDpoLearner]] = {

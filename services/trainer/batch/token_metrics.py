@@ -45,6 +45,10 @@ class StepRecord:
             self.start.append((micro.start_M - micro.behaviour_M).abs())
             self.same.append(micro.current_M)
 
+    def extend(self, later: StepRecord) -> None:
+        for column in fields(self):
+            getattr(self, column.name).extend(getattr(later, column.name))
+
     def columns(self) -> dict[str, Tensor]:
         return {column.name: _joined(getattr(self, column.name)) for column in fields(self)}
 

@@ -137,11 +137,14 @@ async def test_a_worker_of_a_shared_process_waits_for_cancelled_work_instead_of_
         await bench.status("idle")
 
 
-async def test_a_job_that_must_start_again_finds_a_new_worker_in_a_shared_process(bus: Bus, store: Store) -> None:
+@pytest.mark.parametrize("error", [RestartNeeded("it goes back to step 3"), RuntimeError("a bug of this job")])
+async def test_a_job_that_must_start_again_finds_a_new_worker_in_a_shared_process(
+    bus: Bus, store: Store, error: Exception
+) -> None:
     async with at_the_bench(bus, store, Pool.TRAINER, {"bank": "trainer-0"}, heartbeat_s=0.05) as bench:
 
         async def goes_back(lease: Lease) -> None:
-            raise RestartNeeded("it goes back to step 3")
+            raise error
 
         bench.behaviour, before = goes_back, bench.worker.info.incarnation
         await bench.grant("a", 1)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from opentinker.services.trainer.bank.adamw import AdamSettings
 from opentinker.services.trainer.bank.adapter import AdapterShape
@@ -17,8 +18,9 @@ from opentinker.services.trainer.bank.adapter_bank import AdapterBank
 from opentinker.services.trainer.bank.bank_loop import BankLoop, ForwardResult
 from opentinker.services.trainer.bank.limits import Refused
 from opentinker.services.trainer.bank.losses import Loss
+from opentinker.services.trainer.bank.mixed_batch import MixedBatch
 from opentinker.shared.spec import LoraSpec
-from opentinker.shared.types.errors import NotFound
+from opentinker.shared.types.errors import NotFound, OpenTinkerError
 from tests.conftest import WAIT_S, until
 from tests.unit.trainer.bank.conftest import LIMITS, MakeBank, add_tenant, some_data
 
@@ -207,3 +209,80 @@ async def test_steps_do_not_hold_up_passes_and_waiting_ones_are_bounded(make_ban
         await loop.forward_backward("rows", "rows", some_data(0, rows=1), Loss())
         assert len(order) <= 3
         await asyncio.gather(*steps)
+
+
+async def test_commands_after_a_crash_of_the_loop_are_refused(
+    make_bank: MakeBank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Learners remove their adapters when they end, and would wait for ever."""
+    loop = BankLoop(make_bank())
+
+    def crash(*_: Any) -> None:
+        raise LookupError("in the queue")
+
+    with pytest.raises(LookupError):
+        async with loop:
+            await loop.create("x", "a", LORA, seed=0)
+            with monkeypatch.context() as context:
+                context.setattr(loop._queue, "take", crash)
+                with pytest.raises(asyncio.CancelledError):
+                    await loop.forward_backward("x", "a", some_data(0), Loss())
+            for command in (loop.remove("x", "a"), loop.create("x", "b", LORA, seed=0)):
+                with pytest.raises(OpenTinkerError, match="has ended"):
+                    await asyncio.wait_for(command, WAIT_S)
+
+
+@pytest.mark.parametrize("rows", [1, 24])
+async def test_a_pass_that_raises_ends_the_command_at_fault_alone(
+    make_bank: MakeBank, monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    """Alone it is computed too, and the other command has the gradient that it would have had."""
+    bank = make_bank()
+    for number in (0, 1):
+        add_tenant(bank, number)
+    run, passes = MixedBatch.run, list[int]()
+
+    def run_or_fail(batch: MixedBatch, base: Any) -> Any:
+        passes.append(len(batch.pieces))
+        found = run(batch, base)
+        if passes[0] == 2 and any(piece.adapter.name == "t0" for piece in batch.pieces):
+            raise MemoryError("not enough")
+        return found
+
+    monkeypatch.setattr(MixedBatch, "run", run_or_fail)
+    data = some_data(1, rows=rows, shared=False)
+    async with BankLoop(bank) as loop:
+        spoiled, fine = await asyncio.gather(
+            loop.forward_backward("tenant0", "t0", some_data(0, rows=24, shared=False), Loss()),
+            loop.forward_backward("tenant1", "t1", data, Loss()),
+            return_exceptions=True,
+        )
+        assert isinstance(spoiled, MemoryError) and isinstance(fine, ForwardResult) and passes[0] == 2
+        found = {one.name: one.gradient.clone() for one in bank.residency.bring(["t0", "t1"])}
+        assert not found["t0"].any()
+        await loop.write("tenant1", "t1", {}, None)
+        passes[:] = [1]
+        await loop.forward_backward("tenant1", "t1", data, Loss())
+        (again,) = bank.residency.bring(["t1"])
+        assert torch.allclose(found["t1"], again.gradient, rtol=1e-4, atol=1e-6) and again.gradient.any()
+
+
+async def test_a_call_or_step_that_raises_ends_its_command_alone(
+    make_bank: MakeBank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bank = make_bank()
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("not enough")
+
+    async with BankLoop(bank) as loop:
+        await loop.create("x", "a", LORA, seed=0)
+        for method, command in (
+            ("read", loop.read("x", "a")),
+            ("optim_step", loop.optim_step("x", "a", AdamSettings(lr=1e-3))),
+        ):
+            with monkeypatch.context() as context:
+                context.setattr(bank, method, fail)
+                with pytest.raises(MemoryError):
+                    await command
+        assert (await loop.optim_step("x", "a", AdamSettings(lr=1e-3))).steps == 1
