@@ -149,6 +149,8 @@ def settle_shared(spec: JobSpec) -> list[dict[str, Any]]:
     model, train, lora = spec.model, spec.train, spec.model.lora
     own = "take resources.trainer = 'own'"
     critic = spec.kind == "rl" and spec.algorithm.advantage == "gae" and spec.value_model is None
+    targets = [] if lora is None or isinstance(lora.target_modules, str) else lora.target_modules
+    embeddings = [target for target in targets if target.rpartition(".")[2] in EMBEDDINGS]
     wrong: list[tuple[bool, str, Any, str]] = [
         (spec.kind not in ("rl", "sft", "dpo"), "resources.trainer", "shared", f"does not apply to kind {spec.kind!r}"),
         (bool(spec.policies), "policies", sorted(spec.policies), f"cannot share a trainer yet; {own}"),
@@ -156,6 +158,7 @@ def settle_shared(spec: JobSpec) -> list[dict[str, Any]]:
         (lora is not None and lora.rank > MAX_SHARED_RANK, "model.lora.rank", lora and lora.rank,
          f"is above {MAX_SHARED_RANK}, the most here; {own}"),
         (lora is not None and lora.dropout > 0, "model.lora.dropout", lora and lora.dropout, "must be 0"),
+        (bool(embeddings), "model.lora.target_modules", embeddings, f"are embeddings, which jobs share; {own}"),
         (model.fp32_head, "model.fp32_head", True, f"would change the base of other jobs; {own}"),
         (train.gradient_checkpointing, "train.gradient_checkpointing", True, f"would change that of others; {own}"),
         (train.deterministic, "train.deterministic", True, f"needs a trainer that nothing else runs on; {own}"),

@@ -20,6 +20,7 @@ from opentinker.shared.data.readable_paths import resolved
 from opentinker.shared.durable_files import local_path, not_on_hub
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec, ModelSpec
+from opentinker.shared.spec.engines import SHARED
 from opentinker.shared.spec.train import engine_ranks
 from opentinker.shared.types.core import Pool
 from opentinker.shared.types.mistakes import written
@@ -43,7 +44,7 @@ async def check_model(ctx: Context, spec: JobSpec | None) -> Mistakes:
         if not problem and served and (problem := indivisible(config, engine_ranks(spec))):
             found.append(("rollout.tensor_parallel", engine_ranks(spec), f"does not fit: {model.base} {problem}"))
             continue
-        found.append((f"{field}.base", model.base, problem))
+        found.append((f"{field}.base", model.base, problem or _unshareable(config, spec)))
         if model.train_vision and config and config.get("model_type") not in VISION_FAMILIES:
             problem = f"does not apply: {model.base} is a {config.get('model_type')} model, without a vision tower here"
             found.append((f"{field}.train_vision", True, problem))
@@ -57,6 +58,13 @@ async def check_model(ctx: Context, spec: JobSpec | None) -> Mistakes:
 def _config_of(base: str) -> dict[str, Any]:
     path = local_path(base)
     return {} if path is None else read_config(path)
+
+
+def _unshareable(config: dict[str, Any], spec: JobSpec) -> str:
+    """Return why jobs cannot share a trainer with this model as their base; empty if they can, or do not."""
+    if spec.resources.trainer != "shared" or config.get("model_type") not in VISION_FAMILIES:
+        return ""
+    return f"is a vision model, whose adapters cannot share a base yet; take resources.trainer = 'own' ({SHARED})"
 
 
 async def _only_cpus(ctx: Context, spec: JobSpec) -> bool:

@@ -167,3 +167,13 @@ def test_a_trainer_that_is_given_one_says_the_same(small: Path, tmp_path: Path) 
     (model / "config.json").write_bytes(orjson.dumps({**config, "model_type": "llava_next", **OTHERS["llava_next"]}))
     with pytest.raises(JobFailed, match="is a llava_next model; OpenTinker trains and serves text models"):
         load_model(str(model), torch_dtype("float32"))
+
+
+async def test_a_vision_model_is_no_base_of_a_shared_trainer(ctx: Context, small: Path, tmp_path: Path) -> None:
+    seeing = Path(shutil.copytree(small, tmp_path / "model"))
+    change(seeing / "config.json", model_type="qwen2_5_vl", **SEES)
+    for base, wrong in ((seeing, ["model.base"]), (small, [])):
+        parts = {"model": {"base": str(base), "lora": {}}, "resources": {"trainer": "shared"}}
+        found = await check_model(ctx, make_spec(**parts, train={"steps": 1}, rollout={"engine": "toy"}))
+        assert [mistake["field"] for mistake in found] == wrong
+        assert all("cannot share a base yet; take resources.trainer = 'own'" in one["problem"] for one in found)

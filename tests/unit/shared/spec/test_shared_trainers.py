@@ -32,6 +32,11 @@ def test_jobs_that_share_a_trainer_have_base_and_precision_in_common() -> None:
         ({"model": {"base": "m", "lora": {"rank": 65}}}, "model.lora.rank", "is above 64, the most here"),
         ({"model": {"base": "m", "lora": {"dropout": 0.1}}}, "model.lora.dropout", "must be 0"),
         (
+            {"model": {"base": "m", "lora": {"target_modules": ["q_proj", "lm_head"]}}},
+            "model.lora.target_modules",
+            "are embeddings, which jobs share",
+        ),
+        (
             {"model": {**ADAPTER, "dtype": "bfloat16", "fp32_head": True}},
             "model.fp32_head",
             "'own'",
