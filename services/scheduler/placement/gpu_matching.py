@@ -62,7 +62,7 @@ class GpuMatcher:
         """Return those of these workers of a pool that suit the job; of a group's trainers only those that share no GPU
         with each other and with `next_to`."""
         found = self.those(workers, job, pool)
-        return apart([*next_to, *found], self.shared)[len(next_to) :] if self.is_group(job, pool) else found
+        return apart(found, self.shared, next_to) if self.is_group(job, pool) else found
 
     def least_first(self, workers: Iterable[str]) -> list[str]:
         """Return the workers, those with fewer GPUs first and otherwise in the given order."""
@@ -126,9 +126,17 @@ class FreeWorkers:
         return [worker for kind in self._workers[pool] for worker in kind]
 
 
-def apart(workers: Iterable[str], shared: Mapping[str, frozenset[str]]) -> list[str]:
-    """Return the workers, in order, without those that see a GPU of one before them."""
-    seen: set[str] = set()
+def apart(workers: Sequence[str], shared: Mapping[str, frozenset[str]], next_to: Sequence[str] = ()) -> list[str]:
+    """Return the most workers that share no GPU with each other and with `next_to`, of the choices that begin with each
+    of them and have those after it in order."""
+    first = [worker for worker in workers if worker in shared]
+    orders = [workers, *([one, *(other for other in workers if other != one)] for one in first)]
+    return max((_apart(order, shared, next_to) for order in orders), key=len)
+
+
+def _apart(workers: Sequence[str], shared: Mapping[str, frozenset[str]], next_to: Sequence[str]) -> list[str]:
+    """Return the workers, in order, without those that see a GPU of one before them or of `next_to`."""
+    seen = set[str]().union(*(shared.get(worker, NONE) for worker in next_to))
     found = []
     for worker in workers:
         own = shared.get(worker, NONE)

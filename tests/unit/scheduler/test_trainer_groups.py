@@ -10,6 +10,7 @@ import pytest
 
 from opentinker.services.scheduler.placement.cluster_view import Cluster
 from opentinker.services.scheduler.placement.gpu_matching import FreeWorkers, GpuMatcher
+from opentinker.services.scheduler.placement.planner import plan
 from opentinker.services.scheduler.placement.trainer_groups import (
     RankNeed,
     Shape,
@@ -88,6 +89,15 @@ def test_the_ranks_of_a_group_are_divided_evenly() -> None:
     assert group_of(trainers[:1], 0) == ()
 
 
+def queued(spec: dict[str, Any]) -> JobRecord:
+    """A job that needs trainers alone."""
+    del spec["environment"]
+    return JobRecord(
+        id="j", name="j", kind="sft", tenant="t", state=JobState.QUEUED, version=1, epoch=0, created=NOW, updated=NOW,
+        step=0, steps=1, reason="", spec=spec, since=NOW - 3600,
+    )  # fmt: skip
+
+
 WIDE: dict[str, Any] = {"needs": {TRAINER: 2}, "most": 0, "ranks": 2}
 
 
@@ -151,6 +161,20 @@ def test_what_is_kept_for_a_group_is_on_gpus_apart() -> None:
     assert coming.take(wide, TRAINER, 1, ["trainer-0"]) == ["trainer-2"]
 
 
+def test_a_trainer_that_sees_gpus_of_two_others_does_not_keep_their_group_from_forming() -> None:
+    spec = make_spec(train={"steps": 1}, resources={"trainer_gpus": 4}).model_dump(mode="json")
+    gpus = {"trainer-0": (2, 3), "trainer-1": (1, 2), "trainer-2": (3, 4)}
+    trainers = [
+        msgspec.structs.replace(
+            worker_info(id, Pool.TRAINER),
+            gpus=[Gpu(index=n, uuid=f"GPU-{n}", model="X", memory=80) for n in numbers],
+        )
+        for id, numbers in gpus.items()
+    ]
+    view = Cluster(trainers, []).view([queued(spec)], now=NOW, limits={}, used={}, rules=Rules())
+    assert plan(view).decisions == [Start("j", ("trainer-1", "trainer-2"), 4)]
+
+
 def test_who_lacks_trainers_because_they_share_a_gpu_is_told_so() -> None:
     found = planned(job("wide", **WIDE_ON_GPUS), **on_gpus("GPU-1", "GPU-1"))
     assert found.waiting["wide"] == (
@@ -159,11 +183,7 @@ def test_who_lacks_trainers_because_they_share_a_gpu_is_told_so() -> None:
 
 
 def test_trainers_that_see_one_gpu_have_room_for_one_rank() -> None:
-    spec = make_spec(train={"steps": 1}, resources={"trainer_gpus": 2}).model_dump(mode="json")
-    record = JobRecord(
-        id="j", name="j", kind="rl", tenant="t", state=JobState.QUEUED, version=1, epoch=0, created=NOW, updated=NOW,
-        step=0, steps=1, reason="", spec=spec, since=NOW - 3600,
-    )  # fmt: skip
+    record = queued(make_spec(train={"steps": 1}, resources={"trainer_gpus": 2}).model_dump(mode="json"))
 
     def needed(*gpus: str) -> tuple[int, Need]:
         trainers = [

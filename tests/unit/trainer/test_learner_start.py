@@ -1,16 +1,19 @@
-"""A learner that starts from another job's checkpoint: what is taken over, and which models do not fit."""
+"""A learner that starts from another job's checkpoint: what is taken over, and which models do not fit. What a trainer
+gives back after a job."""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import orjson
 import pytest
 import torch
 
 from examples.models.make_tiny import make_tiny
+from opentinker.services.trainer import service
 from opentinker.services.trainer.learners.rl import RlLearner
 from opentinker.shared.nn.buckets import unpack
 from opentinker.shared.spec import JobSpec
@@ -111,3 +114,13 @@ def test_start_from_another_adapter_names_tensors_with_their_shapes(small: Path,
         started(torch_spec(small, model={"lora": LORA}), tmp_path / "c")
     with pytest.raises(JobFailed, match=r"q_proj\.lora_A\.weight \(\[4, \d+\] instead of \[2, \d+\]\)"):
         started(torch_spec(small, model={"lora": {**LORA, "target_modules": ["q_proj"], "rank": 2}}), tmp_path / "c")
+
+
+def test_memory_that_torch_keeps_on_the_gpu_is_given_back_after_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = Mock()
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty)
+    service._release()
+    empty.assert_not_called()  # this process has not used a GPU
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    service._release()
+    empty.assert_called_once()

@@ -1,10 +1,15 @@
-"""Which transport a member of a weight group has, by where it is."""
+"""Which transport a member of a weight group has, by where it is, and NCCL's network interface."""
 
 from __future__ import annotations
 
+import os
+from types import SimpleNamespace
+
 import pytest
+import torch.distributed as dist
 
 from opentinker.services.trainer.weights.transport_choice import Place, place_of, transports
+from opentinker.shared.nn.collective_link import NCCL_INTERFACE, CollectiveLink
 from opentinker.shared.types.core import Gpu, Pool, WorkerInfo
 
 ONE, TWO = "GPU-1", "GPU-2"
@@ -49,3 +54,22 @@ def test_place_of_a_worker_is_its_first_gpu_if_it_uses_it() -> None:
     worker = WorkerInfo(id="w", incarnation="i", pool=Pool.ROLLOUT, host="h", pid=1, machine="a", gpus=gpus)
     assert place_of(worker) == Place("a", TWO)
     assert place_of(worker, on_gpu=False) == Place("a")
+
+
+@pytest.mark.parametrize(("named", "expected"), [(None, "=lo"), ("eth7", "eth7")])
+def test_nccl_has_the_interface_by_which_members_meet_for_as_long_as_the_process_lives(
+    monkeypatch: pytest.MonkeyPatch, named: str | None, expected: str
+) -> None:
+    monkeypatch.setenv(NCCL_INTERFACE, named or "")
+    if named is None:
+        del os.environ[NCCL_INTERFACE]  # restored at the end
+
+    class Nccl:
+        Options = SimpleNamespace
+
+        def __init__(self, *_: object) -> None:
+            """It makes its connections with its first collective."""
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
+    (link,) = CollectiveLink.of(dist.HashStore(), 0, ["nccl"], "127.0.0.1", 1.0)
+    assert link.kind == "nccl" and os.environ[NCCL_INTERFACE] == expected
