@@ -111,8 +111,16 @@ class Loader:
 
     async def _split(self, model: str) -> GpuSplit:
         if self._memory is None:
-            count = len(self._engines)
-            self._memory = await gpu_split(self._worker, self._lease, self._spec, model, count, kept=self._kept)
+            frozen = sum(all(one.is_frozen or one.pool for one in policies) for policies in self._engines)
+            self._memory = await gpu_split(
+                self._worker,
+                self._lease,
+                self._spec,
+                model,
+                len(self._engines),
+                kept=self._kept,
+                frozen=frozen,
+            )
         return self._memory
 
     async def _say_lora(self, engine: Engine) -> None:

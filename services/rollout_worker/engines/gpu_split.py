@@ -129,11 +129,19 @@ def _share(total: int, taken: int, near: Neighbours, staged: int) -> float:
 
 
 async def gpu_split(
-    worker: LeasedWorker, lease: Lease, spec: JobSpec, model: str, engines: int = 1, *, kept: float = 0.0
+    worker: LeasedWorker,
+    lease: Lease,
+    spec: JobSpec,
+    model: str,
+    engines: int = 1,
+    *,
+    kept: float = 0.0,
+    frozen: int = 0,
 ) -> GpuSplit:
     """Return what the engines of this worker may take, and report it in the job's events where the GPU is shared or
     the spec says how much. Before one of them is loaded. `model`: what each of them loads; `kept`: share of the
-    GPU that the engine of the worker's last job still has; it serves this one, or ends first."""
+    GPU that the engine of the worker's last job still has; it serves this one, or ends first; `frozen`:
+    engines that no trainer sends versions to."""
     sleeps = spec.rollout.sleep == "always"
     if spec.rollout.toy is not None or not worker.info.gpus:
         return GpuSplit(sleeps=sleeps)
@@ -141,8 +149,10 @@ async def gpu_split(
     if (share := spec.rollout.gpu_memory_utilization) is not None:
         found = GpuSplit(share, sleeps, "rollout.gpu_memory_utilization")
     else:
-        weights = engines * await asyncio.to_thread(weight_bytes, model, spec.model.dtype)
-        engine, staged = weights // ranks, weights if ranks == 1 and _stages(spec) else 0
+        weights = await asyncio.to_thread(weight_bytes, model, spec.model.dtype)
+        engine, staged = engines * weights // ranks, 0
+        if ranks == 1 and _stages(spec):
+            staged = (engines - frozen) * weights
         how: dict[str, Any] = {"sleep": spec.rollout.sleep, "may_sleep": len(spec.policies) < 2, "staged": staged}
         gpus, splits = worker.info.gpus[:ranks], list[GpuSplit]()
         deadline = time.monotonic() + STEP_S

@@ -26,6 +26,7 @@ from opentinker.services.rollout_worker.engines.gpu_split import (
 from opentinker.services.rollout_worker.run_lease import Loader
 from opentinker.shared.data.gpu_memory import CONTEXT_BYTES
 from opentinker.shared.spec import JobSpec, parse_spec
+from opentinker.shared.spec.engines import EnginePolicy
 from opentinker.shared.types.core import Gpu, Lease, Pool, WorkerInfo
 from opentinker.shared.types.errors import JobFailed
 
@@ -216,6 +217,16 @@ async def test_a_trainer_that_starts_again_is_waited_for(spec: JobSpec, monkeypa
     monkeypatch.setattr(gpu_split, "TRAINER_S", 0.0)
     alone = await loader(spec, monkeypatch, own, AsyncMock(return_value=[own]), [0])._split("nowhere")
     assert alone.share == ALONE, "not for ever"
+
+
+async def test_only_engines_that_a_trainer_sends_versions_to_have_room_for_them(
+    spec: JobSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = worker(Pool.ROLLOUT, HERE)
+    monkeypatch.setattr(gpu_split, "weight_bytes", lambda *_: 10 * GB)
+    load = loader(spec, monkeypatch, own, AsyncMock(return_value=[own, worker(Pool.TRAINER, THERE)]), [0])
+    load._engines = [[EnginePolicy("a", None, 1)], [EnginePolicy("b", None, 1, is_frozen=True)]]
+    assert (await load._split("nowhere")).share == pytest.approx(0.96 - 10 / 80)
 
 
 async def test_a_step_that_is_under_way_is_waited_for(spec: JobSpec, monkeypatch: pytest.MonkeyPatch) -> None:
