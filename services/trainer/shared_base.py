@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Self
 
 import structlog
 
+from opentinker.services.trainer.cpu_shares import CpuShares
 from opentinker.shared.asyncio_tools import finish_uncancelled
 from opentinker.shared.data.readable_paths import opening
 from opentinker.shared.runtime.service import Context
@@ -42,6 +43,7 @@ class SharedBase:
         self._base = ""
         self._loop: BankLoop | None = None
         self._jobs = 0
+        self.cpu = CpuShares()
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def __aenter__(self) -> Self:

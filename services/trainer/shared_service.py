@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
 
 from opentinker.services.trainer.rl_loop import TrainerJob
 from opentinker.services.trainer.shared_base import SharedBase
@@ -15,6 +17,9 @@ from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.engines import bank_of
 from opentinker.shared.types.core import Lease, Pool
 from opentinker.shared.types.errors import JobFailed, OpenTinkerError
+
+if TYPE_CHECKING:
+    from opentinker.services.trainer.bank.bank_loop import BankLoop
 
 
 async def serve_shared(ctx: Context) -> None:
@@ -28,9 +33,12 @@ async def serve_shared(ctx: Context) -> None:
         async def work(worker: LeasedWorker, lease: Lease, spec: JobSpec) -> None:
             await _train(shared, worker, lease, spec)
 
+        names = [f"{ctx.worker}.{number}" for number in range(ctx.settings.bank_jobs)]
         workers = [
-            LeasedWorker(replace(ctx, worker=f"{ctx.worker}.{number}"), Pool.TRAINER, work, bank=ctx.worker)
-            for number in range(ctx.settings.bank_jobs)
+            LeasedWorker(
+                replace(ctx, worker=name), Pool.TRAINER, work, bank=ctx.worker, cpu=partial(shared.cpu.seconds, name)
+            )
+            for name in names
         ]
 
         async def serve_all() -> None:
@@ -45,18 +53,25 @@ async def _train(shared: SharedBase, worker: LeasedWorker, lease: Lease, spec: J
     if not base:
         raise JobFailed("resources.trainer is 'own', and this trainer shares its base; set bank_jobs = 0 for it")
     worker.tell({"base": base})
-    async with shared.bank_for(lease.job, spec) as bank:
-        from opentinker.services.trainer.bank.job_adapter import JobAdapter
+    with shared.cpu.job(worker.ctx.worker) as share:
+        async with shared.bank_for(lease.job, spec) as bank:
+            name = f"{lease.job}.{lease.epoch}"
+            share.tokens = lambda: bank.passed[name]
+            await _train_in(bank, name, worker, lease, spec)
 
-        learner = _learners()[spec.kind](spec, JobAdapter(bank, f"{lease.job}.{lease.epoch}"))
-        try:
-            if spec.kind == "rl":
-                await TrainerJob(worker, lease, spec, learner).run()
-            else:
-                await SupervisedJob(worker, lease, spec, learner).run()
-        finally:
-            await finish_uncancelled(asyncio.to_thread(learner.close))
-            worker.tell({})
+
+async def _train_in(bank: BankLoop, name: str, worker: LeasedWorker, lease: Lease, spec: JobSpec) -> None:
+    from opentinker.services.trainer.bank.job_adapter import JobAdapter
+
+    learner = _learners()[spec.kind](spec, JobAdapter(bank, name))
+    try:
+        if spec.kind == "rl":
+            await TrainerJob(worker, lease, spec, learner).run()
+        else:
+            await SupervisedJob(worker, lease, spec, learner).run()
+    finally:
+        await finish_uncancelled(asyncio.to_thread(learner.close))
+        worker.tell({})
 
 
 def _learners() -> dict[str, type]:

@@ -71,9 +71,10 @@ class LeasedWorker:
         close_s: float = CLOSE_S,
         release_timeout_s: float = RELEASE_TIMEOUT_S,
         bank: str = "",
+        cpu: Callable[[], float] | None = None,
     ) -> None:
-        """`bank`: see WorkerInfo. The process is then not this worker's: where others would re-execute it, this one
-        becomes a new incarnation in it, once its work has ended."""
+        """`cpu`: see usage.metered. `bank`: see WorkerInfo. The process is then not this worker's: where others would
+        re-execute it, this one becomes a new incarnation in it, once its work has ended."""
         self.ctx = ctx
         self._grant_s, self._close_s, self._release_timeout_s = grant_s, close_s, release_timeout_s
         self._work = work
@@ -90,7 +91,7 @@ class LeasedWorker:
         """Glob patterns of files that the work would leave behind if this process re-executed itself; set by `work`."""
         self._silent = False
         """True: no more heartbeats, because this process is about to re-execute itself."""
-        self._bank = bank
+        self._bank, self._cpu = bank, cpu
         self.info = self._new_info(pool)
 
     def _new_info(self, pool: Pool) -> WorkerInfo:
@@ -278,7 +279,7 @@ class LeasedWorker:
                 await self.status("loading", job=lease.job, epoch=lease.epoch)
                 self.spent, self.leftovers = Counter(), []
                 with structlog.contextvars.bound_contextvars(trace=trace_id(record.trace)):
-                    async with metered(self.ctx.store.redis, lease.job, self.spent):
+                    async with metered(self.ctx.store.redis, lease.job, self.spent, cpu=self._cpu):
                         await self._work(self, lease, parse_spec(record.spec))
             except JobFailed as error:
                 await self._fail(lease, str(error))

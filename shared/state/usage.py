@@ -17,7 +17,7 @@ import os
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
@@ -126,14 +126,21 @@ class UsageStore:
 
 
 @asynccontextmanager
-async def metered(redis: Any, job: str, spent: Counter[str], report_s: float = REPORT_S) -> AsyncIterator[None]:
+async def metered(
+    redis: Any,
+    job: str,
+    spent: Counter[str],
+    report_s: float = REPORT_S,
+    cpu: Callable[[], float] | None = None,
+) -> AsyncIterator[None]:
     """Count for the job, while the block runs, the processor time of this process and its children, and what the block
-    puts into `spent`."""
+    puts into `spent`. `cpu`: the job's seconds, of a process that works for several."""
     usage, source = UsageStore(redis), uuid.uuid4().hex[:12]
-    cpu_began = cpu_seconds()
+    cpu = cpu or cpu_seconds
+    cpu_began = await asyncio.to_thread(cpu)
 
     async def report() -> None:
-        cpu_s = max(0.0, await asyncio.to_thread(cpu_seconds) - cpu_began)
+        cpu_s = max(0.0, await asyncio.to_thread(cpu) - cpu_began)
         totals = {"cpu_s": cpu_s, **spent}
         try:
             await usage.count(job, source, totals)

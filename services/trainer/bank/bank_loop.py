@@ -9,6 +9,7 @@ import asyncio
 import functools
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -89,6 +90,8 @@ class BankLoop:
         self._slots = asyncio.Lock()
         """Held from the load of adapters to the end of their pass, and while an adapter is added: adding evicts."""
         self._wake = asyncio.Event()
+        self.passed: Counter[str] = Counter()
+        """Tokens that went through passes, by tenant."""
         self._recent: set[str] = set()
         """Adapters of the last pass."""
 
@@ -328,6 +331,7 @@ class BankLoop:
         for waiting in loaded:
             command, count = waiting.command, counts[id(waiting)]
             assert isinstance(command, _Forward)
+            self.passed[waiting.tenant] += sum(waiting.units[waiting.taken - count : waiting.taken])
             start, command.done = command.done, command.done + count
             rows.append(command.make_rows(start, command.done, command.done == command.units))
         self._recent = {part.adapter for part in rows}

@@ -18,6 +18,7 @@ from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.subjects import WAKE
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.store import Store
+from opentinker.shared.state.usage import UsageStore
 from opentinker.shared.types.core import JobState, Lease, Pool
 from tests.conftest import WAIT_S, until
 from tests.samples.row_samples import chat_model, copies, row_spec, write_rows
@@ -68,6 +69,8 @@ async def test_a_bank_that_crashes_ends_the_process_and_its_job_resumes(
         await grant(ctx, "j", 1)
         with pytest.raises(LookupError, match="in the queue"):
             await asyncio.wait_for(serving, WAIT_S)
+    (spent,) = await UsageStore(store.redis).of_jobs(["j"])
+    assert spent["cpu_s"] > 0
     assert not await store.workers()
     saved = checkpoint.list_checkpoints(tmp_path / "data" / "jobs" / "j" / "checkpoints")
     assert 0 < saved[-1][1].step < STEPS
@@ -81,3 +84,5 @@ async def test_a_bank_that_crashes_ends_the_process_and_its_job_resumes(
     await until(state, lambda found: found == JobState.SUCCEEDED)
     ctx.stopping.set()
     await asyncio.wait_for(serving, WAIT_S)
+    (spent,) = await UsageStore(store.redis).of_jobs(["j"])
+    assert spent["cpu_s"] > 0
