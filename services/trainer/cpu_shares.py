@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class CpuShares:
         self._process_seconds, self._lock = process_seconds, threading.Lock()
         self._divided_s = process_seconds()
         self._jobs: dict[str, CpuShare] = {}
-        self._totals: Counter[str] = Counter()
+        self._totals: defaultdict[str, float] = defaultdict(float)
 
     @contextmanager
     def job(self, worker: str) -> Iterator[CpuShare]:

@@ -23,6 +23,7 @@ from opentinker.services.trainer.joint_progress import JointProgress
 from opentinker.services.trainer.learners.base import (
     Interrupted,
     NonFinite,
+    TooLong,
     Trainable,
     describe_out_of_memory,
     is_out_of_memory,
@@ -142,7 +143,7 @@ class JobReporter:
     async def compute(self, step: int, work: Callable[[], dict[str, float]]) -> dict[str, float]:
         """Run the work of `step` in a thread. Raises JobFailed for a refused step or one that does not fit into memory.
 
-        After any exception but Interrupted the weights are in doubt and will not be saved.
+        After any exception but Interrupted and TooLong the weights are in doubt and will not be saved.
         """
         before, self._weights_valid = self._weights_valid, False
         try:
@@ -151,7 +152,7 @@ class JobReporter:
                 self.lanes.busy("training", "step", str(WeightVersion(self.lease.epoch, step))),
             ):
                 values = await asyncio.to_thread(work)
-        except Interrupted:
+        except (Interrupted, TooLong):
             self._weights_valid = before
             raise
         except NonFinite as error:

@@ -27,7 +27,7 @@ from opentinker.services.trainer.batch.micro_batch import MicroBatch
 from opentinker.services.trainer.batch.row_batch import RowBatch, row_batches
 from opentinker.services.trainer.batch.token_metrics import StepRecord
 from opentinker.services.trainer.data.examples import Example
-from opentinker.services.trainer.learners.base import Interrupted, NonFinite
+from opentinker.services.trainer.learners.base import Interrupted, NonFinite, TooLong
 from opentinker.services.trainer.learners.dpo import DpoLearner
 from opentinker.services.trainer.learners.policy_model import CheckpointTensors, PolicyModel
 from opentinker.services.trainer.learners.rl import ADVICE, RlLearner
@@ -36,7 +36,9 @@ from opentinker.services.trainer.learners.supervised import SupervisedLearner
 from opentinker.shared.nn.layout import Layout
 from opentinker.shared.nn.models import load_tokenizer
 from opentinker.shared.spec import JobSpec
+from opentinker.shared.types.core import WeightVersion
 from opentinker.shared.types.manifest import ADAPTER
+from opentinker.shared.types.trajectories import Group
 
 
 class SharedPolicy(PolicyModel):
@@ -71,6 +73,14 @@ class SharedPolicy(PolicyModel):
     def _restore(self, checkpoint: Path, *, moments: bool) -> None:
         vectors, steps = read_checkpoint(self.adapter.read(), checkpoint, moments=moments)
         self.adapter.write(vectors, steps)
+
+    def require_length(self, lengths: Sequence[int], subject: str) -> None:
+        """Raise TooLong if there is a sequence, or a pair, of more tokens than a pass takes."""
+        if (longest := max(lengths, default=0)) > self.adapter.longest:
+            raise TooLong(
+                f"{subject} {longest} tokens, and a pass of this shared trainer takes {self.adapter.longest} (its "
+                "bank_tokens), the two completions of a pair together. Shorten them, or take resources.trainer = 'own'"
+            )
 
     # --- steps --------------------------------------------------------------------------------------------------
 
@@ -152,6 +162,11 @@ class SharedPolicy(PolicyModel):
 
 
 class SharedRlLearner(RlLearner, SharedPolicy):
+    def step(self, groups: list[Group], version: WeightVersion) -> dict[str, float]:
+        lengths = [len(one.mask_T) for group in groups for one in group.trajectories]
+        self.require_length(lengths, "the batch has a trajectory of")
+        return super().step(groups, version)
+
     def _accumulate(self, micros: list[MicroBatch], record: StepRecord, *, first: bool) -> dict[str, Tensor]:
         parts: dict[int, tuple[StepRecord, dict[str, Tensor]]] = {}
         """By micro-batch: if a pass has failed, its losses are computed again."""
@@ -189,6 +204,10 @@ class SharedRlLearner(RlLearner, SharedPolicy):
 
 class SharedRows(SupervisedLearner, SharedPolicy):
     """Rows in passes of a bank, for the losses of sft and dpo."""
+
+    def prepare(self, examples: list[Example], home: Path) -> None:
+        self.require_length([len(example) for example in examples], "[data] has rows with")
+        super().prepare(examples, home)
 
     def _sums(self, batch: list[Example], *, backward: bool) -> tuple[dict[str, Tensor], dict[str, float]]:
         weight, parts = self.weight(batch), dict[int, dict[str, Tensor]]()

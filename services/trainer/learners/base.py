@@ -34,6 +34,10 @@ class NonFinite(JobFailed):
     """A loss or gradient norm is NaN or infinite: the step was refused, weights and optimizer are as before it."""
 
 
+class TooLong(JobFailed):
+    """A batch has a sequence that no pass takes: nothing has been computed, and the weights are as before it."""
+
+
 class Interrupted(OpenTinkerError):
     """The work was interrupted on request. `alike`: on all ranks, at the same place; otherwise the other ranks still
     wait for this one."""

@@ -22,7 +22,9 @@ from opentinker.services.trainer.bank.base_model import BaseModel
 from opentinker.services.trainer.bank.job_adapter import JobAdapter
 from opentinker.services.trainer.bank.limits import BankLimits
 from opentinker.services.trainer.bank.shared_learners import SharedDpoLearner, SharedRlLearner, SharedSftLearner
-from opentinker.services.trainer.learners.base import Interrupted, NonFinite
+from opentinker.services.trainer.data.chat import Tokens
+from opentinker.services.trainer.data.examples import Example
+from opentinker.services.trainer.learners.base import Interrupted, NonFinite, TooLong
 from opentinker.services.trainer.learners.dpo import DpoLearner
 from opentinker.services.trainer.learners.policy_model import PolicyModel
 from opentinker.services.trainer.learners.rl import RlLearner
@@ -279,11 +281,27 @@ def test_an_interrupted_step_changes_nothing_and_the_state_can_be_saved(share: S
     assert learner.snapshot(V0).probe is not None
 
 
-def test_a_trajectory_longer_than_a_pass_fails_the_job_with_the_bound(share: Share) -> None:
+def test_a_trajectory_longer_than_a_pass_fails_the_job_before_its_step(share: Share) -> None:
     learner = share()
     learner.load(None)
-    with pytest.raises(JobFailed, match="and at most 128 are allowed"):
+    with pytest.raises(TooLong, match=r"a pass of this shared trainer takes 128 \(its bank_tokens\)"):
         learner.step(random_groups(1, answer=(200, 201)), V0)
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_rows_longer_than_a_pass_fail_the_job_before_its_first_step(
+    make_bank: MakeBank, serve: Callable[[AdapterBank], BankLoop], small: Path, tmp_path: Path, kind: str
+) -> None:
+    """The completions of a pair count together."""
+    one, two = (Tokens(np.full(n, 5, np.int32), np.arange(n) > 5) for n in (70, 140))
+    fits, too_long = Example((one,)), Example((one, one) if kind == "dpo" else (two,))
+    made = row_spec(small, "unused.jsonl", kind, model={"lora": LORA})
+    learner = {"sft": SharedSftLearner, "dpo": SharedDpoLearner}[kind](
+        made, JobAdapter(serve(make_bank(limits=LIMITS)), "rows")
+    )
+    learner.prepare([fits], tmp_path)
+    with pytest.raises(TooLong, match="has rows with 140 tokens, and a pass of this shared trainer takes 128"):
+        learner.prepare([fits, too_long], tmp_path)
 
 
 def test_a_checkpoint_of_another_rank_is_refused_by_name(share: Share, trained: Path) -> None:
