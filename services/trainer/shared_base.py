@@ -11,18 +11,19 @@ import gc
 import shutil
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Self
 
 import structlog
 
 from opentinker.services.trainer.cpu_shares import CpuShares
-from opentinker.shared.asyncio_tools import finish_uncancelled
+from opentinker.shared.asyncio_tools import cancel_and_wait, finish_uncancelled
 from opentinker.shared.data.readable_paths import opening
+from opentinker.shared.durable_files import local_path
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.engines import MAX_SHARED_RANK, bank_of
-from opentinker.shared.types.errors import OpenTinkerError
+from opentinker.shared.types.errors import JobFailed, OpenTinkerError
 
 if TYPE_CHECKING:
     from opentinker.services.trainer.bank.bank_loop import BankLoop
@@ -31,6 +32,9 @@ log = structlog.get_logger()
 
 THREADS_PER_JOB = 8
 """Learners wait for the bank in threads, and must not keep others from theirs."""
+
+Files = tuple[tuple[str, int, int], ...]
+"""Name, size and time of the files of a model."""
 
 
 class SharedBase:
@@ -41,7 +45,10 @@ class SharedBase:
         self._changed = asyncio.Condition()
         self._held = AsyncExitStack()
         self._base = ""
-        self._loop: BankLoop | None = None
+        """Of the jobs here, or of the last one; empty if it could not be loaded."""
+        self._files: Files = ()
+        self._opening: asyncio.Task[BankLoop] | None = None
+        """Loads the base, or has loaded it."""
         self._jobs = 0
         self.cpu = CpuShares()
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -52,6 +59,7 @@ class SharedBase:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        await cancel_and_wait(self._opening)
         await finish_uncancelled(self._held.aclose())
 
     async def failure(self) -> None:
@@ -61,34 +69,64 @@ class SharedBase:
     @asynccontextmanager
     async def bank_for(self, job: str, spec: JobSpec) -> AsyncIterator[BankLoop]:
         """Yield the bank of the job's base once it is loaded. Raises JobFailed."""
-        base = bank_of(spec.model_dump())
-        async with self._changed:
-            await self._changed.wait_for(lambda: base == self._base or not self._jobs)
-            if base != self._base or self._loop is None:
-                await finish_uncancelled(self._open(base, job, spec))
-            loop = self._loop
-            assert loop is not None
-            self._jobs += 1
+        loop: BankLoop | None = None
+        while loop is None:
+            loop = await self._join(job, spec)
         try:
             yield loop
         finally:
             await finish_uncancelled(self._left())
+
+    async def _join(self, job: str, spec: JobSpec) -> BankLoop | None:
+        """Count the job in and return its bank, or None if the load for another job has failed. A load continues when
+        its job is cancelled."""
+        base = bank_of(spec.model_dump())
+        files = await asyncio.to_thread(_fingerprint, spec.model.base)
+        async with self._changed:
+            await self._changed.wait_for(lambda: base == self._base or not self._jobs)
+            if self._jobs and files != self._files:
+                raise JobFailed(
+                    f"the files of model {spec.model.base} have changed since the trainer loaded it for other jobs; "
+                    "submit the job again when those have ended, or take resources.trainer = 'own'"
+                )
+            if starts := (base, files) != (self._base, self._files) or self._opening is None:
+                self._base, self._files = base, files
+                self._opening = asyncio.create_task(self._open(self._opening, job, spec))
+            opening_base = self._opening
+            assert opening_base is not None
+            self._jobs += 1
+        try:
+            await asyncio.wait([opening_base])
+            if starts or opening_base.exception() is None:
+                return opening_base.result()
+        except BaseException:
+            await finish_uncancelled(self._left())
+            raise
+        await finish_uncancelled(self._left())
+        return None
 
     async def _left(self) -> None:
         async with self._changed:
             self._jobs -= 1
             self._changed.notify_all()
 
-    async def _open(self, base: str, job: str, spec: JobSpec) -> None:
-        self._base, self._loop = "", None
-        await self._held.aclose()
-        gc.collect()
-        async with opening(self._ctx.store, self._ctx.settings, job):
-            loop = await asyncio.to_thread(self._load, spec)
-        await self._held.enter_async_context(loop)
+    async def _open(self, before: asyncio.Task[BankLoop] | None, job: str, spec: JobSpec) -> BankLoop:
+        if before is not None:
+            await asyncio.wait([before])
+        try:
+            await self._held.aclose()
+            gc.collect()
+            async with opening(self._ctx.store, self._ctx.settings, job):
+                loop = await asyncio.to_thread(self._load, spec)
+            await self._held.enter_async_context(loop)
+        except BaseException as error:
+            if self._opening is asyncio.current_task():
+                self._base = ""
+            log.warning("base_not_loaded", base=spec.model.base, error=str(error))
+            raise
         loop.task.add_done_callback(self._ended)
-        self._base, self._loop = base, loop
-        log.info("base_loaded", base=base, slots=loop.bank.slots)
+        log.info("base_loaded", base=bank_of(spec.model_dump()), slots=loop.bank.slots)
+        return loop
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and not self._failed.done():
@@ -111,3 +149,15 @@ class SharedBase:
         model = BaseModel(spec.model.base, spec.model.dtype)
         # Not measured: the largest pass takes minutes on a CPU, and the operator has said how many jobs there are.
         return BankLoop(AdapterBank(model, store, limits, slots=self._ctx.settings.bank_jobs))
+
+
+def _fingerprint(base: str) -> Files:
+    """Return what tells whether a local model is still the one that was loaded; nothing of one on a hub."""
+    if (path := local_path(base)) is None:
+        return ()
+    found = []
+    for file in sorted([*path.glob("*.json"), *path.glob("*.safetensors")]):
+        with suppress(OSError):  # the load says more about it
+            stat = file.stat()
+            found.append((file.name, stat.st_size, stat.st_mtime_ns))
+    return tuple(found)

@@ -54,6 +54,10 @@ class JobAdapter:
         with suppress(NotFound):
             self._wait(self._start(self.bank.remove(self.name, self.name)))
 
+    def discard(self) -> None:
+        """Remove the adapter once its commands so far have ended, without waiting for that."""
+        self._start(self.bank.remove(self.name, self.name))
+
     def read(self) -> Adapter:
         return self._wait(self._start(self.bank.read(self.name, self.name)))
 

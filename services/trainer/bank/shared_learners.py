@@ -134,7 +134,7 @@ class SharedPolicy(PolicyModel):
         self.adapter.interrupt()
 
     def close(self) -> None:
-        self.adapter.remove()
+        self.adapter.discard()
 
     # --- weights ------------------------------------------------------------------------------------------------
 
@@ -248,6 +248,8 @@ class SharedDpoLearner(SharedRows, DpoLearner):
     """The reference of a fresh adapter is the base without it. That of another job's adapter is measured once, by an
     adapter that is removed afterwards."""
 
+    _reference_policy: SharedPolicy | None = None
+
     def _measure_reference(self, micros: list[RowBatch]) -> None:
         if self.needs_preparation:
             return
@@ -272,8 +274,15 @@ class SharedDpoLearner(SharedRows, DpoLearner):
 
     def _at_start(self, start: Path) -> SharedPolicy:
         policy = SharedPolicy(self.spec, JobAdapter(self.adapter.bank, f"{self.adapter.name}-reference"))
+        self._reference_policy = policy
+        self.raise_if_interrupted(changes=False)  # earlier than here it was not forwarded
         policy.start(start, optimizer=False)
         return policy
+
+    def interrupt(self) -> None:
+        super().interrupt()
+        if self._reference_policy is not None:
+            self._reference_policy.interrupt()
 
 
 def _added(parts: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from opentinker.services.trainer import shared_base
 from opentinker.services.trainer.shared_base import SharedBase
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types.errors import JobFailed
-from tests.conftest import until
+from tests.conftest import WAIT_S, until
 from tests.support.factories import make_spec
 
 
@@ -50,11 +51,13 @@ class Process(SharedBase):
     def __init__(self) -> None:
         super().__init__(SimpleNamespace(settings=SimpleNamespace(bank_jobs=1), store=None))  # type: ignore[arg-type]
         self.loads: list[Bank] = []
+        self.asked = 0
         self.may_load = threading.Event()
         self.may_load.set()
 
     def _load(self, spec: JobSpec) -> Any:
         self.may_load.wait()
+        self.asked += 1
         if spec.model.base == "vision":
             raise JobFailed("model 'vision' is a vision model")
         self.loads.append(Bank(spec.model.base))
@@ -126,3 +129,49 @@ async def test_a_bank_that_crashes_ends_the_process(process: Process) -> None:
         await until(failing.done)
     with pytest.raises(MemoryError, match="in a pass"):
         await failing
+
+
+async def test_a_cancelled_job_does_not_wait_for_the_load(process: Process) -> None:
+    """The next job of that base has what it began."""
+    process.may_load.clear()
+
+    async def first() -> None:
+        async with process.bank_for("j-1", on("a")):
+            raise AssertionError
+
+    loading = asyncio.create_task(first())
+    await until(lambda: process._jobs)
+    loading.cancel()
+    await asyncio.wait([loading], timeout=WAIT_S)
+    assert loading.cancelled() and not process.loads
+    process.may_load.set()
+    async with process.bank_for("j-2", on("a")) as bank:
+        assert [id(bank)] == [id(one) for one in process.loads]
+
+
+async def test_a_load_that_fails_fails_its_job_and_the_next_loads_again(process: Process) -> None:
+    process.may_load.clear()
+
+    async def join(job: str) -> None:
+        async with process.bank_for(job, on("vision")):
+            raise AssertionError
+
+    joining = [asyncio.create_task(join(f"j-{n}")) for n in range(2)]
+    await until(lambda: process._jobs == 2)
+    process.may_load.set()
+    found = await asyncio.gather(*joining, return_exceptions=True)
+    assert [str(error) for error in found] == ["model 'vision' is a vision model"] * 2 and process.asked == 2
+
+
+async def test_a_base_whose_files_have_changed_is_loaded_again(process: Process, tmp_path: Path) -> None:
+    """A job that comes while others train on the earlier files fails."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "model.safetensors").write_bytes(b"1")
+    async with process.bank_for("j-1", on(str(model))):
+        (model / "model.safetensors").write_bytes(b"22")
+        with pytest.raises(JobFailed, match="have changed since the trainer loaded it"):
+            async with process.bank_for("j-2", on(str(model))):
+                raise AssertionError
+    async with process.bank_for("j-3", on(str(model))), process.bank_for("j-4", on(str(model))):
+        assert len(process.loads) == 2 and process.loads[0].is_closed

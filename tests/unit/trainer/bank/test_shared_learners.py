@@ -21,7 +21,12 @@ from opentinker.services.trainer.bank.bank_loop import BankLoop
 from opentinker.services.trainer.bank.base_model import BaseModel
 from opentinker.services.trainer.bank.job_adapter import JobAdapter
 from opentinker.services.trainer.bank.limits import BankLimits
-from opentinker.services.trainer.bank.shared_learners import SharedDpoLearner, SharedRlLearner, SharedSftLearner
+from opentinker.services.trainer.bank.shared_learners import (
+    SharedDpoLearner,
+    SharedPolicy,
+    SharedRlLearner,
+    SharedSftLearner,
+)
 from opentinker.services.trainer.data.chat import Tokens
 from opentinker.services.trainer.data.examples import Example
 from opentinker.services.trainer.learners.base import Interrupted, NonFinite, TooLong
@@ -177,7 +182,7 @@ def test_a_resumed_job_equals_an_unbroken_one_bit_for_bit(share: Share, tmp_path
             learner.step(random_groups(step), V0)
     first.save(tmp_path / "half")
     first.close()
-    second = share("b", train={"warmup_steps": 3})
+    second = share("c", train={"warmup_steps": 3})
     second.load(tmp_path / "half")
     for step in (2, 3):
         second.step(random_groups(step), V0)
@@ -308,3 +313,26 @@ def test_a_checkpoint_of_another_rank_is_refused_by_name(share: Share, trained: 
     learner = share(model={"lora": {"rank": 2, "alpha": 8.0}})
     with pytest.raises(JobFailed, match=r"does not fit the job's model: .*lora_A"):
         learner.load(trained)
+
+
+def test_an_interrupt_reaches_the_reference_of_a_job_that_started_from_another(
+    make_bank: MakeBank,
+    serve: Callable[[AdapterBank], BankLoop],
+    small: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = row_spec(small, "unused.jsonl", "dpo", model={"lora": LORA}, start={"from": "j-0123456789@latest"})
+    loaded(SftLearner(row_spec(small, "unused.jsonl", model={"lora": LORA}))).save(tmp_path / "start")
+    learner = SharedDpoLearner(made, JobAdapter(serve(make_bank(limits=LIMITS)), "rows"))
+    learner.load(None)
+    learner.steps = 1
+    interrupt_at, start = learner.interrupt, SharedPolicy.start
+
+    def started(policy: SharedPolicy, *arguments: Any, **options: Any) -> None:
+        start(policy, *arguments, **options)
+        interrupt_at()
+
+    monkeypatch.setattr(SharedPolicy, "start", started)
+    with pytest.raises(Interrupted):
+        learner._measure(random_pairs(1, 4), tmp_path / "start")
