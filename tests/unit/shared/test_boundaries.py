@@ -28,8 +28,8 @@ HEAVY = {
         "services.rollout_worker.engines": "merged_adapter packed_layers prompt_logits shards vllm vllm_config "
         "vllm_images vllm_process vllm_worker_extension",
         "services.trainer.algorithm": "corrections losses objective preference",
-        "services.trainer.bank": "adamw adapted_linear adapter adapter_bank adapter_files bank_loop base_model "
-        "capacity losses mixed_batch residency",
+        "services.trainer.bank": "adamw adapted_linear adapter adapter_bank adapter_files adapter_tensors bank_loop "
+        "base_model capacity job_adapter losses mixed_batch pass_part residency shared_learners",
         "services.trainer.batch": "micro_batch row_batch token_metrics",
         "services.trainer.distributed": "multi_rank_learner process_group rank_main zero",
         "services.trainer.learners": "critic dpo optimizer_state policy_model rl sft supervised",
