@@ -45,6 +45,9 @@ class ForwardResult(NamedTuple):
 @dataclass(kw_only=True)
 class _Command:
     answer: asyncio.Future[Any]
+    sent_at: float = field(default_factory=time.monotonic)
+    passes_s: float = 0.0
+    """Seconds of passes that it took part in."""
 
 
 @dataclass(kw_only=True)
@@ -92,6 +95,8 @@ class BankLoop:
         self._wake = asyncio.Event()
         self.passed: Counter[str] = Counter()
         """Tokens that went through passes, by tenant."""
+        self.waited_s: dict[str, float] = {}
+        """Seconds that commands waited for others', by tenant."""
         self._recent: set[str] = set()
         """Adapters of the last pass."""
 
@@ -335,7 +340,10 @@ class BankLoop:
             start, command.done = command.done, command.done + count
             rows.append(command.make_rows(start, command.done, command.done == command.units))
         self._recent = {part.adapter for part in rows}
-        for waiting, result in zip(loaded, await self._results(rows), strict=True):
+        began = time.monotonic()
+        results = await self._results(rows)
+        for waiting, result in zip(loaded, results, strict=True):
+            waiting.command.passes_s += time.monotonic() - began
             if isinstance(result, Exception):
                 await self._in_thread(functools.partial(self.bank.drop_partial, waiting.adapter))
                 self._answer(waiting, result)
@@ -369,7 +377,9 @@ class BankLoop:
 
     def _answer(self, waiting: Waiting[_Command], result: object) -> None:
         self._queue.finish(waiting)
-        answer = waiting.command.answer
+        command, answer = waiting.command, waiting.command.answer
+        waited_s = time.monotonic() - command.sent_at - command.passes_s
+        self.waited_s[waiting.tenant] = self.waited_s.get(waiting.tenant, 0.0) + max(0.0, waited_s)
         if answer.done():
             return  # cancelled meanwhile
         if isinstance(result, Exception):

@@ -13,14 +13,16 @@ from opentinker.services.trainer.bank import adamw
 from opentinker.services.trainer.bank.adapter import Adapter
 from opentinker.services.trainer.bank.base_model import BaseModel
 from opentinker.services.trainer.bank.limits import BankLimits
-from opentinker.services.trainer.bank.losses import DataPart, Datum, Loss
 from opentinker.services.trainer.bank.mixed_batch import MixedBatch, Piece
-from opentinker.services.trainer.data.chat import Tokens
+from opentinker.services.trainer.bank.pass_part import PassOptions, Unit, UnitPart
+from opentinker.shared.nn.layout import layout
 from opentinker.shared.runtime.memory import memory_bytes, peak_bytes, reset_peak
 from opentinker.shared.spec import LoraSpec
 from opentinker.shared.types.errors import JobFailed
 
 MIB = 2**20
+DEAREST = PassOptions(temperature=0.7, entropy_gradient=True, hits=True)
+"""Options that take the most memory; a pass has those that any of its commands asks for."""
 
 
 @dataclass(frozen=True)
@@ -66,20 +68,20 @@ def _peak(base: BaseModel, adapters: Sequence[Adapter], limits: BankLimits) -> i
     rows = [limits.datum_tokens] * (limits.step_tokens // limits.datum_tokens)
     if rest := limits.step_tokens % limits.datum_tokens:
         rows.append(max(2, rest))
-    data, share = [_random_datum(base.vocabulary, tokens) for tokens in rows], math.ceil(len(rows) / len(adapters))
+    units, share = [_random_unit(base.vocabulary, tokens) for tokens in rows], math.ceil(len(rows) / len(adapters))
     pieces = [
-        Piece(one, DataPart(own, Loss()), torch.zeros_like(one.weights))
+        Piece(one, UnitPart(own, DEAREST), torch.zeros_like(one.weights))
         for n, one in enumerate(adapters)
-        if (own := data[n * share : (n + 1) * share] or data[:1])
+        if (own := units[n * share : (n + 1) * share] or units[:1])
     ]
     MixedBatch(pieces).run(base)
     adamw.step(adapters, [adamw.AdamSettings(lr=0.0)] * len(adapters), adamw.gradient_norms(adapters))
     return torch.cuda.max_memory_allocated() if base.device == "cuda" else peak_bytes()
 
 
-def _random_datum(vocabulary: int, tokens: int) -> Datum:
+def _random_unit(vocabulary: int, tokens: int) -> Unit:
     ids_T = np.random.default_rng(tokens).integers(0, vocabulary, tokens, dtype=np.int32)
-    return Datum(tokens=Tokens(ids_T, np.arange(tokens) > 0))
+    return Unit(layout([ids_T], [np.arange(tokens) > 0]), tokens, lambda s: (s.entropy_M - s.logprobs_M).sum())
 
 
 def _reset(device: str) -> None:

@@ -45,6 +45,11 @@ class JobAdapter:
         """Tokens of the largest unit that a pass takes."""
         return self.bank.bank.limits.datum_tokens
 
+    @property
+    def waited_s(self) -> float:
+        """Seconds that its commands have waited for those of other jobs."""
+        return self.bank.waited_s.get(self.name, 0.0)
+
     def create(self, lora: LoraSpec, seed: int) -> None:
         """Add the adapter as a job with this seed begins; an earlier one of this name is removed."""
         self.remove()

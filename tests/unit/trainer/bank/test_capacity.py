@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
-from opentinker.services.trainer.bank import adapter_bank, capacity
+import pytest
+import torch
+
+from opentinker.services.trainer.bank import adapter_bank, capacity, mixed_batch
 from opentinker.services.trainer.bank.base_model import BaseModel
 from opentinker.services.trainer.bank.capacity import MIB, Capacity, measure
+from opentinker.shared.nn.forward import token_scores
 from opentinker.shared.runtime.memory import memory_bytes, peak_bytes, reset_peak
 from opentinker.shared.types.errors import JobFailed
 from tests.unit.trainer.bank.conftest import LIMITS, MakeBank
@@ -25,6 +29,22 @@ def test_bank_measures_its_slots(make_bank: MakeBank) -> None:
     bank = make_bank(slots=None)
     assert bank.capacity is not None and bank.slots == bank.capacity.slots == adapter_bank.MOST_SLOTS
     assert 0 < bank.capacity.fixed_bytes < bank.capacity.usable_bytes <= memory_bytes()
+
+
+def test_the_pass_that_is_measured_computes_all_that_jobs_may_ask_for(
+    base: BaseModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def scores(*arguments: Any, **options: Any) -> Any:
+        asked.append(options)
+        return token_scores(*arguments, **options)
+
+    monkeypatch.setattr(mixed_batch, "token_scores", scores)
+    measure(base, LIMITS, most=8)
+    for options in asked:
+        assert options["hits"] and options["entropy_gradient"] and isinstance(options["temperature"], torch.Tensor)
+    assert len(asked) == 2
 
 
 def test_base_without_room_for_a_slot_is_refused(base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:

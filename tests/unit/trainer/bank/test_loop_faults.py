@@ -286,3 +286,20 @@ async def test_a_call_or_step_that_raises_ends_its_command_alone(
                 with pytest.raises(MemoryError):
                     await command
         assert (await loop.optim_step("x", "a", AdamSettings(lr=1e-3))).steps == 1
+
+
+async def test_waiting_for_other_tenants_is_told_apart_from_a_tenants_own_passes(
+    make_bank: MakeBank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bank = make_bank()
+    async with BankLoop(bank) as loop:
+        for name in ("x", "y"):
+            await loop.create(name, name, LORA, seed=0)
+        hold = Hold(monkeypatch, bank, "run_pass")
+        first = asyncio.create_task(loop.forward_backward("x", "x", some_data(0), Loss()))
+        await until(hold.entered.is_set)
+        second = asyncio.create_task(loop.forward_backward("y", "y", some_data(1), Loss()))
+        await asyncio.sleep(0.3)
+        hold.go.set()
+        await asyncio.gather(first, second)
+        assert loop.waited_s["x"] < 0.2 and loop.waited_s["y"] >= 0.3
