@@ -110,3 +110,12 @@ def test_ranks_of_other_jobs_are_not_put_on_shared_trainers() -> None:
     assert chosen(placed(workers("shared-0"), [wide])) == {}
     own = [worker_info("trainer-0", Pool.TRAINER)]
     assert chosen(placed([*workers("shared-0"), *own], [wide])) == {"j-1": "trainer-0"}
+
+
+def test_a_process_that_comes_back_is_for_the_jobs_that_it_has_lost() -> None:
+    """Not for a job of another base, while they wait for their next try."""
+    lost = msgspec.structs.replace(record("j-1", "a", JobState.RUNNING), retry_at=60.0)
+    found = placed(workers("shared-0"), [lost, record("j-2", "b")])
+    assert chosen(found) == {}
+    found = placed(workers("shared-0", "shared-1"), [lost, record("j-2", "b")])
+    assert chosen(found) == {"j-2": "shared-1.0"}
