@@ -18,6 +18,7 @@ from tests.support.listed_rows import count_rows, rows_listed
 AXE = ROOT / "dashboard" / "node_modules" / "axe-core" / "axe.min.js"
 pytestmark = [*IN_BROWSER, pytest.mark.skipif(not AXE.exists(), reason="no axe-core: make dashboard")]
 RUN = "(rules) => axe.run(document, {resultTypes: ['violations'], ...(rules.length && {runOnly: rules})})"
+HAS_THEME = "theme => document.documentElement.dataset.theme === theme"
 OF_COLOURS = ["color-contrast", "link-in-text-block"]
 THEMES: dict[Literal["light", "dark"], list[str]] = {"light": [], "dark": OF_COLOURS}
 SIZES = {"phone": {"width": 375, "height": 700}, "desktop": {"width": 1400, "height": 900}}
@@ -28,8 +29,7 @@ async def findings(tab: Tab) -> list[str]:
     serious = []
     for theme, rules in THEMES.items():
         await tab.page.emulate_media(color_scheme=theme)
-        await tab.page.evaluate("new Promise(requestAnimationFrame)")  # a page hears of it when it draws
-        await expect(tab.page.locator("html")).to_have_attribute("data-theme", theme)
+        await tab.page.wait_for_function(HAS_THEME, arg=theme)  # at each frame: a page hears of it when it draws
         found: dict[str, Any] = await tab.page.evaluate(RUN, rules)
         serious += [(theme, one) for one in found["violations"] if one["impact"] in ("serious", "critical")]
     return [

@@ -150,7 +150,7 @@ async def test_the_timeline_says_where_the_time_goes(opened: Open, http: Http, b
     await Trainer(bus, job).says(1, {**reward(0.0), "zero_variance": 1.0})
     tab = await opened(http.url, "jobs", job, "timeline")
     card = tab.page.get_by_label("Where the time goes")
-    await expect(card.locator("tr")).to_have_text(["training55 %", "no worker was busy with it45 %"])
+    await expect(card.locator("tr")).to_have_text(["training55 %", "no worker was working on it45 %"])
     await expect(card).to_contain_text("all rewards are equal: nothing is learned from them")
 
 

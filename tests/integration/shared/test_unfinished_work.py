@@ -63,9 +63,10 @@ async def test_the_lead_of_a_group_that_is_told_to_stop_saves_however_long_that_
     async with held(bus, store, Pool.TRAINER, "ready", drain_s=0.05) as (bench, let_go):
         group = (RankShare("w-0", bench.worker.info.incarnation, 1), RankShare("w-1", "i", 1))
         let_go.set()
+        await bench.seen(("began", "a", 1), ("left", "a", 1))
+        let_go.clear()
         await bench.grant("a", 2, group=group)
         await bench.seen(("began", "a", 1), ("left", "a", 1), ("began", "a", 2))
-        let_go.clear()
         await bench.status("ready")
         bench.ctx.stopping.set()
         await asyncio.sleep(20 * bench.ctx.settings.cancel_grace_s)

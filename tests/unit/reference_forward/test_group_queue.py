@@ -93,8 +93,8 @@ def test_a_group_that_needs_two_models_is_done_when_both_are() -> None:
     both = queued(make_group(), a=["x"], b=["y", "z"])
     queue.add(both)
     assert queue.take([B]) == (B, [both]) and queue.drop({"j-test"}) == [], "it is with a forward pass"
-    assert not queue.complete(B, both, [1])
-    assert queue.take([A]) == (A, [both]) and queue.complete(A, both, [2])
-    assert both.results == {"x": [2], "y": [1], "z": [1]}
+    assert not queue.complete(B, both, [1, 2])
+    assert queue.take([A]) == (A, [both]) and queue.complete(A, both, [3, 4])
+    assert both.results == {"x": [3, 4], "y": [1, 2], "z": [1, 2]}
     queue.release(both)
     assert not queue.in_flight and not queue.queues

@@ -92,7 +92,7 @@ def test_what_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (found["splits"], "validation", r"no split 'validation'; there are: train, odd"),
         (found["saved"], "train", "has no splits"),
         (found["parts"], "train", "has no splits"),
-        ("no-such-owner/no-such-set", None, "no path on this machine, and as a data set of the hub"),
+        ("no-such-owner/no-such-set", None, "is not a path on this machine, and as a data set of the hub"),
     ):
         with pytest.raises(JobFailed, match=why):
             make(path, **({"split": split} if split else {}))
