@@ -299,7 +299,7 @@ async def test_waiting_for_other_tenants_is_told_apart_from_a_tenants_own_passes
         first = asyncio.create_task(loop.forward_backward("x", "x", some_data(0), Loss()))
         await until(hold.entered.is_set)
         second = asyncio.create_task(loop.forward_backward("y", "y", some_data(1), Loss()))
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.3)  # what is measured
         hold.go.set()
         await asyncio.gather(first, second)
-        assert loop.waited_s["x"] < 0.2 and loop.waited_s["y"] >= 0.3
+        assert loop.waited_s["y"] >= 0.25 and loop.waited_s["x"] < loop.waited_s["y"]
