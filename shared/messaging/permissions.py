@@ -17,6 +17,7 @@ from typing import Any
 
 from opentinker.shared.messaging import subjects
 from opentinker.shared.messaging.subjects import (
+    COMMANDS,
     ENV,
     EXAMS,
     GROUPS,
@@ -75,7 +76,12 @@ STREAM_USES: dict[str, dict[str, tuple[Use, ...]]] = {
         str(LOGS.name): (Use.MAKE, Use.COUNT, Use.EMPTY, Use.CONSUMERS, Use.REPLAY),
         str(TIMELINES.name): (Use.MAKE, Use.COUNT, Use.EMPTY, Use.CONSUMERS, Use.REPLAY),
     },
-    TRAINER: {str(GROUPS.name): (Use.EMPTY,), str(EXAMS.name): (Use.LOOK, Use.EMPTY), str(METRICS.name): (Use.LOOK,)},
+    TRAINER: {
+        str(GROUPS.name): (Use.EMPTY,),
+        str(COMMANDS.name): (Use.EMPTY,),
+        str(EXAMS.name): (Use.LOOK, Use.EMPTY),
+        str(METRICS.name): (Use.LOOK,),
+    },
     REFERENCE: {str(SCORES.name): (Use.COUNT,)},
 }
 
@@ -169,8 +175,8 @@ _JOBS = ("job:*", "jobs:active", "jobs:ending")
 _BEATS = ("worker:*", "workers")
 REDIS_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     SCHEDULER: (("*",), ()),
-    TRAINER: ((*_JOBS, *_BEATS, "adm:*", "spent:*"), ("leases",)),
-    ROLLOUT: ((*_JOBS, *_BEATS, "adm:*", "circuit:*", "spent:*"), ("leases",)),
+    TRAINER: ((*_JOBS, *_BEATS, "adm:*", "spent:*", "tinker:*"), ("leases",)),
+    ROLLOUT: ((*_JOBS, *_BEATS, "adm:*", "circuit:*", "spent:*", "tinker:answer:*"), ("leases",)),
     REFERENCE: ((*_JOBS, *_BEATS), ()),
     ENV: (_BEATS, ()),
 }

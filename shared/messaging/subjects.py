@@ -6,6 +6,7 @@ trainer --SWAP--> rollout worker             (the tensors travel by torch.distri
 trainer --RANKS--> trainer                   (those that share the ranks of a job; then over connections of the ranks)
 trainer --EXAM--> rollout worker --EXAM_RESULT--> trainer    (validation; of eval jobs it is the scheduler that asks)
 scheduler --GENERATE--> rollout worker       (inference jobs)
+scheduler --COMMAND--> trainer, scheduler --SAMPLE--> rollout worker; both --ANSWERED--> scheduler (Tinker API)
 every service --METRIC, LOG, TIMELINE, EVENT, ROLLOUTS--> subscribers; every service --WAKE--> a sleeping loop
 """
 
@@ -35,6 +36,7 @@ from opentinker.shared.types.env_protocol import (
 from opentinker.shared.types.evaluation import EvalAck, EvalEpisode, EvalResult
 from opentinker.shared.types.swap import SwapCommand, SwapReply
 from opentinker.shared.types.telemetry import JobEvent, KeptStep, LogLine, MetricPoint, TimelinePart
+from opentinker.shared.types.tinker import Answered, Command, SampleRequest
 from opentinker.shared.types.trainer_group import JoinRanks, JoinReply
 from opentinker.shared.types.trajectories import Group
 
@@ -159,6 +161,12 @@ ABANDON = Subject("generate.abandon.{worker}", CancelGenerate, by=(SCHEDULER,), 
 """Scheduler -> the rollout worker that it has asked."""
 WANTED = Call("generate.wanted.{asker}", InFlight, InFlight, by=(ROLLOUT,), to=(SCHEDULER,))
 """Rollout worker -> the scheduler that has asked it: schedulers die, and messages get lost."""
+COMMAND = Subject("command.{job}", Command, by=(SCHEDULER,), to=(TRAINER,))
+"""Scheduler (Tinker API) -> the trainer of the job. Kept until the stored states of its models cover it."""
+SAMPLE = Subject("sample.{job}", SampleRequest, by=(SCHEDULER,), to=(ROLLOUT,))
+"""Scheduler (Tinker API) -> one rollout worker of the job. Acknowledged when its answer is stored."""
+ANSWERED = Subject("answered.{job}", Answered, by=(TRAINER, ROLLOUT), to=(SCHEDULER,))
+"""Trainer or rollout worker -> the schedulers, of which one may wait for it: the answer can be read now."""
 
 LOGINS, LOGINS_ANSWERED = "$SYS.REQ.USER.AUTH", "$SYS._INBOX.>"
 """nats-server -> scheduler: may this client, which is not a service, connect? The answer goes to the subject that the
@@ -212,6 +220,16 @@ when it ends. There is no limit per job: at a limit the trainer would wait for g
 that makes room. Admission bounds the groups in flight. Disk use is bounded by two checkpoint intervals per job (the
 trainer shortens them beyond a GiB), and for all streams together by the server's `max_file_store`, by default three
 quarters of the free space at its start: beyond it publishers wait."""
+COMMANDS = StreamConfig(
+    name="COMMANDS",
+    subjects=["command.*"],
+    retention=RetentionPolicy.LIMITS,
+    storage=StorageType.FILE,
+    discard=DiscardPolicy.NEW,
+    duplicate_window=DEDUP_S,
+)
+"""Like GROUPS: acks remove nothing. The trainer deletes what the stored states of a job's models cover."""
+SAMPLES = _work("SAMPLES", "sample.*")
 METRICS = _history("METRICS", "metric.*.*", max_msgs_per_subject=100_000, max_bytes=352 * MIB, duplicate_window=DEDUP_S)
 """May forget: the oldest points of all jobs go when it is full, so that history never takes the
 room of work. One worker's point a second is about 50 MB a day. The server sets `max_bytes` aside when it makes the
@@ -222,4 +240,4 @@ LOGS = _history("LOGS", "log.*.*", max_msgs_per_subject=5_000, max_bytes=128 * M
 TIMELINES = _history("TIMELINES", "timeline.*.*", max_msgs_per_subject=3_600, max_bytes=32 * MIB, max_age=7 * 86400.0)
 """May forget, like METRICS: of each worker of a job the last hour stays, less if all jobs' is more than there is
 room for."""
-STREAMS = (TICKETS, EXAMS, SCORES, GROUPS, METRICS, LOGS, TIMELINES)
+STREAMS = (TICKETS, EXAMS, SCORES, GROUPS, COMMANDS, SAMPLES, METRICS, LOGS, TIMELINES)

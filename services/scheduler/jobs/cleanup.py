@@ -18,7 +18,7 @@ from opentinker.services.scheduler.artifacts.catalog import drop_fetched
 from opentinker.services.scheduler.jobs import kept_checkpoints
 from opentinker.shared.asyncio_tools import sleep
 from opentinker.shared.messaging.stored_messages import required_stream
-from opentinker.shared.messaging.subjects import EXAM, GROUP, SCORE, TICKET
+from opentinker.shared.messaging.subjects import COMMAND, EXAM, GROUP, SAMPLE, SCORE, TICKET
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.admission import admission_of
 from opentinker.shared.state.artifacts import ArtifactIndex
@@ -28,7 +28,7 @@ from opentinker.shared.types.pools import members_of
 log = structlog.get_logger()
 
 SWEEP_S = 30.0
-QUEUES = (TICKET, EXAM, SCORE, GROUP)
+QUEUES = (TICKET, EXAM, SCORE, GROUP, COMMAND, SAMPLE)
 
 
 class JobCleaner:

@@ -1,0 +1,291 @@
+"""Messages of the Tinker API: commands of clients to their models, requests for samples, and the answers to both.
+
+gateway --COMMAND--> trainer, gateway --SAMPLE--> rollout worker; both keep the answer in Redis (`state/tinker.py`) and
+send ANSWERED, for which gateways wait.
+
+A *model* is an adapter of the base of a job of kind `tinker`. The client numbers its commands (`seq`, dense, from 0,
+which creates it), and they are carried out in that order. Arrays are little-endian bytes: N tokens of a datum, K
+targets of each of its positions.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+ALPHA = 32.0
+"""LoRA alpha of every model: the API has no such setting."""
+
+
+ANSWER_KEPT_S = 6 * 3600
+"""Seconds for which an answer can be read."""
+
+
+def tinker_place(data_dir: Path, model: str) -> Path:
+    """Return the directory of a model: KIND/NAME for its checkpoints, `state` for its trainer, `samplers/ID` for
+    sampler weights without a name."""
+    return data_dir / "tinker" / model
+
+
+class LoraShape(msgspec.Struct, frozen=True, kw_only=True):
+    rank: int
+    seed: int = 0
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class Datum(msgspec.Struct, frozen=True, kw_only=True):
+    """One sequence: position n sees `tokens[: n + 1]` and is scored on `targets[n]`, usually the next token."""
+
+    tokens: bytes
+    """int32 [N]."""
+    targets: bytes
+    """int32 [N, K], rows one after another."""
+    width: int = 1
+    """K."""
+    weights: bytes = b""
+    """float32 [N, K]; empty: all 1. Loss cross_entropy alone."""
+    logprobs: bytes = b""
+    """float32 [N, K]: log-probabilities when it was sampled. Other losses need them."""
+    advantages: bytes = b""
+    """float32 [N, K]. Other losses need them."""
+    mask: bytes = b""
+    """float32 [N, K]: factor of each position, of losses other than cross_entropy; empty: all 1."""
+
+
+class Create(msgspec.Struct, frozen=True, kw_only=True, tag="create"):
+    """A new model. `start`: directory of a checkpoint that it begins with, whose shape `lora` repeats; empty: fresh."""
+
+    lora: LoraShape
+    start: str = ""
+    optimizer: bool = False
+    """Whether the optimizer's state of `start` is taken over too."""
+
+
+class ForwardBackward(msgspec.Struct, frozen=True, kw_only=True, tag="forward_backward"):
+    data: list[Datum]
+    loss: str
+    options: dict[str, float] = {}
+    backward: bool = True
+    """False: log-probabilities and loss alone."""
+
+
+class OptimStep(msgspec.Struct, frozen=True, kw_only=True, tag="optim_step"):
+    lr: float
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    clip: float = 0.0
+    """Largest norm of the gradient; 0: any."""
+
+
+class Save(msgspec.Struct, frozen=True, kw_only=True, tag="save"):
+    """`kind`: `weights` (with the optimizer's state) or `sampler_weights`. `name` empty: sampler weights for `sampler`
+    alone, without a name."""
+
+    kind: Literal["weights", "sampler_weights"]
+    name: str = ""
+    sampler: str = ""
+    ttl_s: float = 0.0
+    """0: kept until it is deleted."""
+    overwrite: bool = False
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
+    """Replace the weights by those of a checkpoint. `path`: as the client wrote it; `directory`: where it lies."""
+
+    path: str
+    directory: str
+    optimizer: bool = False
+
+
+class Unload(msgspec.Struct, frozen=True, kw_only=True, tag="unload"):
+    """Forget the model; its checkpoints stay."""
+
+
+class Command(msgspec.Struct, frozen=True, kw_only=True):
+    request: str
+    """Id of the answer."""
+    model: str
+    tenant: str
+    seq: int
+    body: Create | ForwardBackward | OptimStep | Save | Load | Unload
+
+
+class Forwarded(msgspec.Struct, frozen=True, kw_only=True, tag="forwarded"):
+    logprobs: list[bytes]
+    """Of each datum float32 [N, K]."""
+    widths: list[int]
+    """K of each datum."""
+    metrics: dict[str, float]
+    """NAME:REDUCTION -> value; `loss:sum` is always there."""
+
+
+class Stepped(msgspec.Struct, frozen=True, kw_only=True, tag="stepped"):
+    metrics: dict[str, float]
+
+
+class Saved(msgspec.Struct, frozen=True, kw_only=True, tag="saved"):
+    path: str = ""
+    """tinker://MODEL/KIND/NAME, of a named one."""
+    sampler: str = ""
+
+
+class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag="loaded"):
+    """Of Create, Load and Unload."""
+
+    path: str = ""
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
+    """`lost`: the request was not carried out and may be sent again (HTTP 410 where it is awaited)."""
+
+    error: str
+    category: Literal["user", "server"] = "user"
+    lost: bool = False
+
+
+class SampleParams(msgspec.Struct, frozen=True, kw_only=True):
+    max_tokens: int | None = None
+    """None: as many as the context holds."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    seed: int | None = None
+    stop: list[str] | None = None
+    stop_ids: list[int] | None = None
+    """Both None: the model's end-of-turn tokens end a sample. `stop_ids` empty: nothing does."""
+
+
+class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """`directory`: PEFT adapter to sample with; empty: the base. `version` differs for different contents of it."""
+
+    request: str
+    tenant: str
+    model: str = ""
+    directory: str = ""
+    version: str = ""
+    rank: int = 0
+    prompt: bytes
+    """int32 token ids."""
+    count: int = 1
+    params: SampleParams = SampleParams()
+    prompt_logprobs: bool = False
+    likely_prompt: int = 0
+    """So many of the likeliest tokens at each place of the prompt."""
+    likely: int = 0
+    """Likewise of each sample."""
+
+
+class Likely(msgspec.Struct, frozen=True, kw_only=True):
+    """The `k` likeliest tokens at each of `length` places, likeliest first; cells without one have token 0 and logprob
+    -99999."""
+
+    ids: bytes
+    """int32 [length, k]."""
+    logprobs: bytes
+    """float32 [length, k]."""
+    k: int
+    length: int
+
+
+class SampleSequence(msgspec.Struct, frozen=True, kw_only=True):
+    stop: Literal["stop", "length"]
+    tokens: bytes
+    """int32; the stop token, or those of the stop string, included."""
+    logprobs: bytes
+    """float32, of the distribution that was sampled from."""
+    likely: Likely | None = None
+
+
+class Sampled(msgspec.Struct, frozen=True, kw_only=True, tag="sampled"):
+    sequences: list[SampleSequence]
+    prompt_logprobs: bytes = b""
+    """float32 of each token of the prompt, at temperature 1; the first is NaN."""
+    likely_prompt: Likely | None = None
+
+
+Result = Forwarded | Stepped | Saved | Loaded | Sampled | Failed
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    request: str
+    result: Result
+
+
+class Answered(msgspec.Struct, frozen=True, kw_only=True):
+    """`request` has its answer in Redis."""
+
+    request: str
+
+
+# --- records in Redis ------------------------------------------------------------------------------------------------
+
+
+class TinkerSession(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    tenant: str
+    created: float
+    sdk_version: str = ""
+    tags: list[str] = []
+    metadata: dict[str, str] = {}
+    project: str = ""
+    name: str = ""
+    key: str = ""
+    """Id of the API key that opened it."""
+
+
+class TinkerModel(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    """SESSION:train:NUMBER."""
+    tenant: str
+    job: str
+    """Job of kind `tinker` whose workers train and sample it."""
+    base: str
+    lora: LoraShape
+    created: float
+    start: str = ""
+    """Path of the checkpoint that it began with."""
+    metadata: dict[str, str] = {}
+
+
+class TinkerCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """A named save. Its files lie in `tinker_place(data_dir, model)/KIND/NAME`."""
+
+    model: str
+    tenant: str
+    kind: Literal["weights", "sampler_weights"]
+    name: str
+    base: str
+    lora: LoraShape
+    created: float
+    size: int
+    step: int
+    expires: float = 0.0
+    public: bool = False
+    metadata: dict[str, str] = {}
+
+    @property
+    def path(self) -> str:
+        return f"tinker://{self.model}/{self.kind}/{self.name}"
+
+
+class Sampler(msgspec.Struct, frozen=True, kw_only=True):
+    """A sampling session: what its samples are drawn with."""
+
+    id: str
+    tenant: str
+    session: str
+    job: str
+    base: str
+    model: str = ""
+    path: str = ""
+    """Of the checkpoint, where it has a name."""
+    directory: str = ""
+    version: str = ""
+    rank: int = 0
+    follows: bool = False
+    """Whether it takes later weights that are saved for it (kind `inflight`)."""
