@@ -45,7 +45,7 @@ def loads_weights(spec: JobSpec) -> bool:
 
 def is_served(spec: JobSpec) -> bool:
     """vLLM loads its model."""
-    return spec.kind in ("rl", "inference", "eval") and spec.rollout.engine == "vllm"
+    return spec.kind in ("rl", "inference", "eval", "tinker") and spec.rollout.engine == "vllm"
 
 
 def mistake_in(path: Path, weights: bool) -> str | None:

@@ -41,6 +41,7 @@ from opentinker.shared.spec.rollout import MAX_OPEN_GROUPS, NO_ENVIRONMENT, Envi
 from opentinker.shared.spec.seats import MAX_POLICIES, MAX_SEATS, PolicyName, SeatName, SeatSpec, unknown_policies
 from opentinker.shared.spec.serving import AdapterSpec, ServingSpec, settle_serving
 from opentinker.shared.spec.start import StartSpec
+from opentinker.shared.spec.tinker import TinkerSpec, settle_tinker
 from opentinker.shared.spec.tools import ToolSpec
 from opentinker.shared.spec.train import SIMULATED, ResourceSpec, TrainSpec, rank_mistakes, settle_gpus, settle_parallel
 from opentinker.shared.spec.tree_sampling import settle_tree
@@ -68,6 +69,7 @@ __all__ = [
     "ServingSpec",
     "StartSpec",
     "TeacherSpec",
+    "TinkerSpec",
     "ToolSpec",
     "ToySpec",
     "TrainSpec",
@@ -96,6 +98,7 @@ PARTS_OF = {
     "dpo": {"data", "dpo", "train"},
     "inference": {"rollout", "serving"},
     "eval": {"environment", "rollout", "evaluation", "seats"},
+    "tinker": {"rollout", "tinker"},
 }
 """By kind: the parts that not every kind has. The others are refused where they are written, and are not stored."""
 KIND_PARTS: set[str] = set().union(*PARTS_OF.values())
@@ -105,6 +108,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "dpo": ("data", "train"),
     "inference": (),
     "eval": ("environment",),
+    "tinker": (),
 }
 EXAMPLES = {
     "name": 'name = "first run"',
@@ -133,12 +137,12 @@ class JobSpec(SpecPart):
     notes: Notes = ""
     """Notes for people, 10,000 characters at most. `name`, `project`, `tags` and `notes` can be changed later
     (`opentinker label`)."""
-    kind: Literal["rl", "sft", "dpo", "inference", "eval"] = "rl"
+    kind: Literal["rl", "sft", "dpo", "inference", "eval", "tinker"] = "rl"
     """`rl`: reinforcement learning in an environment. `sft`: supervised learning from rows of data. `dpo`: learning
     from preferences between two completions. sft and dpo use [data], and neither [environment], [algorithm], [rollout]
     nor their dependent tables. `inference`: serves an OpenAI-compatible endpoint without training; uses [serving], and
     engine, toy, context_length and lora of [rollout]. `eval`: plays an environment with fixed weights as [evaluation]
-    says."""
+    says. `tinker`: serves the Tinker API, whose clients train adapters of model.base themselves; see docs/tinker.md."""
     model: ModelSpec
     environment: EnvironmentSpec = NO_ENVIRONMENT
     algorithm: AlgorithmSpec = AlgorithmSpec()
@@ -169,10 +173,12 @@ class JobSpec(SpecPart):
     """dpo: the loss."""
     serving: ServingSpec = ServingSpec()
     """inference: of the endpoint."""
+    tinker: TinkerSpec = TinkerSpec()
+    """tinker: of the models that clients train."""
     evaluation: EvaluationSpec = EvaluationSpec()
     """eval: which episodes, and how they are sampled."""
     train: TrainSpec = TrainSpec()
-    """Needed, but for inference and eval."""
+    """Needed, but for inference, eval and tinker."""
     start: StartSpec | None = None
     """Start from the checkpoint of another job instead of the weights in model.base; inference: serve it; eval: play
     with it."""
@@ -217,6 +223,9 @@ class JobSpec(SpecPart):
     def resolve(self) -> list[dict[str, Any]]:
         if self.kind == "inference":
             found = settle_serving(self) + settle_lora(self) + settle_kept(self.kind, self.artifacts)
+            return found + settle_gpus(self) + settle_shared(self)
+        if self.kind == "tinker":
+            found = settle_tinker(self) + settle_kept(self.kind, self.artifacts)
             return found + settle_gpus(self) + settle_shared(self)
         if self.start is not None and self.start.live:
             why = "only an inference job follows a live policy; take @latest"

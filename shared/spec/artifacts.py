@@ -56,8 +56,8 @@ def settle_best(artifacts: ArtifactSpec, *, evaluated: bool) -> list[dict[str, A
 
 def settle_kept(kind: str, artifacts: ArtifactSpec) -> list[dict[str, Any]]:
     """A job that trains nothing has no checkpoints."""
-    if kind not in ("inference", "eval"):
+    if kind not in ("inference", "eval", "tinker"):
         return []
-    by = f"kind = {kind!r}: nothing is trained"
+    by = f"kind = {kind!r}" + (", whose clients save" if kind == "tinker" else ": nothing is trained")
     ignored = unused(artifacts, ArtifactSpec(), {"keep_last", "keep_all", "keep_best"}, by)
     return [{**one, "field": f"artifacts.{one['field']}"} for one in ignored]

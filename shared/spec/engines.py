@@ -144,7 +144,7 @@ def bank_of(spec: Mapping[str, Any]) -> str:
 
 def settle_shared(spec: JobSpec) -> list[dict[str, Any]]:
     """Mistakes in what a job with a shared trainer cannot have."""
-    if spec.resources.trainer != "shared":
+    if spec.resources.trainer != "shared" or spec.kind == "tinker":
         return []
     model, train, lora = spec.model, spec.train, spec.model.lora
     own = "take resources.trainer = 'own'"

@@ -64,6 +64,8 @@ class JobState(StrEnum):
 
 HELD = (JobState.STARTING, JobState.RUNNING)
 
+ENDLESS = ("inference", "tinker")
+"""Kinds of jobs that serve requests until they are completed or cancelled."""
 POLICY_MARK = "~"
 
 

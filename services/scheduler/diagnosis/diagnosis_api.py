@@ -24,7 +24,7 @@ from opentinker.shared import api_types
 from opentinker.shared.data.step_log import trainer_source
 from opentinker.shared.messaging.subjects import TIMELINE
 from opentinker.shared.security.authorization import Action
-from opentinker.shared.types.core import JobRecord
+from opentinker.shared.types.core import ENDLESS, JobRecord
 from opentinker.shared.types.telemetry import TimelinePart
 
 LAST_S = Integer(
@@ -56,7 +56,7 @@ class DiagnosisApi:
         silent = await self._silent(job, parts, since, until) if job.state.held else {}
         outage = await self.jobs.outage(job)
         findings = [*findings_on_waiting(job.waiting_for or outage.get("waiting_for", ""))]
-        if job.state.held and job.kind != "inference":  # whose workers are silent between requests
+        if job.state.held and job.kind not in ENDLESS:  # whose workers are silent between requests
             findings += findings_on_time(seconds, silent, job.state)
         points = await self.jobs.newest_points(job)
         for policy in job.policies or [""]:

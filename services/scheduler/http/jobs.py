@@ -34,7 +34,7 @@ from opentinker.shared.spec.labels import LabelChanges
 from opentinker.shared.state.admission import admission_of
 from opentinker.shared.state.circuits import Circuits, circuit_key
 from opentinker.shared.state.job_rows import JobRow, JobRows
-from opentinker.shared.types.core import JobRecord, JobState
+from opentinker.shared.types.core import ENDLESS, JobRecord, JobState
 from opentinker.shared.types.errors import Conflict, NotFound, SpecError
 from opentinker.shared.types.telemetry import MetricPoint
 
@@ -284,9 +284,9 @@ class JobsApi:
 
     @Route("POST", "/v1/jobs/{id}/complete", Action.JOBS_WRITE, answer=api_types.JobSummary)
     async def complete(self, request: web.Request) -> web.Response:
-        """Complete an inference job."""
+        """Complete an inference job, or one that serves the Tinker API."""
         job = await self.found(request)
-        if job.kind != "inference":
+        if job.kind not in ENDLESS:
             raise Conflict(f"job {job.id} is of kind {job.kind}, and ends by itself; it can be cancelled")
         refusal = "has ended already ({state}); there is nothing to complete"
         return await self._move(job.id, JobState.SUCCEEDED, refusal, reason="completed by request")

@@ -12,7 +12,7 @@ from opentinker.shared.types.core import JobState
 from opentinker.shared.types.errors import SpecError
 
 STATES = tuple(state.value for state in JobState)
-KINDS = ("rl", "sft", "dpo", "inference", "eval")
+KINDS = ("rl", "sft", "dpo", "inference", "eval", "tinker")
 LONGEST = 200
 """Characters of a filter."""
 EQUAL: dict[str, Callable[[JobRow], str]] = {

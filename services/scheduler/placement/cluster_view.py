@@ -40,7 +40,8 @@ from opentinker.shared.types.env_protocol import SERVED
 
 MAX_RETRY_S = 60.0
 """A job that lost workers waits no longer before the next try."""
-POOLS = {"rl": (Pool.TRAINER, Pool.ROLLOUT), "inference": (Pool.ROLLOUT,), "eval": (Pool.ROLLOUT,)}
+BOTH = (Pool.TRAINER, Pool.ROLLOUT)
+POOLS = {"rl": BOTH, "tinker": BOTH, "inference": (Pool.ROLLOUT,), "eval": (Pool.ROLLOUT,)}
 """Pools from which a job needs its own workers, by its kind; other kinds need a trainer."""
 
 

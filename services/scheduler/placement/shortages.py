@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from opentinker.services.scheduler.placement.gpu_matching import GpuMatcher
 from opentinker.services.scheduler.placement.types import GB, NAMES, Counts, Need, PlannedJob
-from opentinker.shared.types.core import JobRecord, Pool
+from opentinker.shared.types.core import ENDLESS, JobRecord, Pool
 
 SHOWN_HOLDERS = 2
 """Holding jobs named to a waiting job's tenant."""
@@ -86,10 +86,10 @@ def held_by(jobs: Sequence[PlannedJob], pool: Pool, waiting: PlannedJob, lend_s:
     if rest := len(jobs) - len(shown):
         shown.append(f"{rest} more")
     text = f"held by {' and '.join(shown)}"
-    endless = [job for job in jobs if job.tenant == waiting.tenant and job.kind == "inference"]
+    endless = [job for job in jobs if job.tenant == waiting.tenant and job.kind in ENDLESS]
     if endless:
         text += f"; cancel {'it' if len(jobs) == 1 else 'one'} or add a {NAMES[pool]}"
-    if lend_s and any(job.priority <= waiting.priority for job in endless):
+    if lend_s and any(job.kind == "inference" and job.priority <= waiting.priority for job in endless):
         text += f"; an inference job lends its workers after {lend_s:g} s without requests"
     return text
 

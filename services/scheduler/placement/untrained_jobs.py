@@ -1,4 +1,5 @@
-"""State transitions of inference and eval jobs, which have no trainer to report them.
+"""State transitions of inference and eval jobs, which have no trainer to report them, and of jobs that serve the
+Tinker API, whose trainer reports steps alone.
 
 starting -> running     a rollout worker is ready
 running -> queued       inference: idle for `serving.sleep_s`, or for `inference_lend_s` while another job waits for its
@@ -22,7 +23,7 @@ from opentinker.shared.types.core import JobRecord, JobState
 
 log = structlog.get_logger()
 
-UNTRAINED = ("inference", "eval")
+UNTRAINED = ("inference", "eval", "tinker")
 SLEEPS = "a request: it sleeps, and the next one wakes it (serving.sleep_s)"
 LENT = "a request: idle, it lent its rollout workers to {}, and the next request wakes it"
 

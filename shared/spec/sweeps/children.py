@@ -116,7 +116,7 @@ def parse_sweep(data: Any) -> Sweep:
             raise SpecError(_once(found)) from None
         raise SpecError(_once(found + _of_first_job(data[TABLE], base, found))) from None
     kind = base.get("kind", "rl")
-    if kind == "inference":
+    if kind in ("inference", "tinker"):
         raise SpecError.of("kind", kind, "has no end and no metric to compare: a sweep is of rl, sft, dpo or eval jobs")
     wrong = _misplaced(table, base)
     if table.kind not in (None, kind):

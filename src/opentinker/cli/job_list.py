@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from opentinker.client import Client
     from opentinker.shared.api_types import JobSummary
 
-KINDS = ("rl", "sft", "dpo", "inference", "eval")
+KINDS = ("rl", "sft", "dpo", "inference", "eval", "tinker")
 STATES = tuple(state.value for state in JobState)
 MOST_CANCELLED = 10_000
 NAMES_SHOWN = 10

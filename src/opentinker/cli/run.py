@@ -62,10 +62,11 @@ def run(
     if from_checkpoint is not None and data_dir is None:
         raise typer.BadParameter("--from-checkpoint needs the --data-dir that holds the other job")
     spec = read_spec(path, from_checkpoint, with_optimizer, changes, steps)
-    if spec.get("kind") == "inference":
-        start, then = as_typed("up"), as_typed("submit", path)
+    if (kind := spec.get("kind")) in ("inference", "tinker"):
+        named, options = ("an inference", []) if kind == "inference" else ("a Tinker", ["--shared-jobs", "4"])
+        start, then = as_typed("up", *options), as_typed("submit", path)
         raise OpenTinkerError(
-            f"an inference job has no end to wait for: start {start!r}, and from another terminal {then!r}"
+            f"{named} job has no end to wait for: start {start!r}, and from another terminal {then!r}"
         )
     home = (data_dir or Path("runs") / f"{file_name(spec['name'])}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
     rollouts = spec.get("kind", "rl") in ("rl", "eval")

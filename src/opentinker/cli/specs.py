@@ -96,7 +96,7 @@ def of_length(spec: dict[str, Any], steps: int) -> dict[str, Any]:
     """The spec with another number of steps; a warm-up that would be longer ends with them. Raises SpecError."""
     from opentinker.shared.spec import parse_spec
 
-    if (kind := spec.get("kind", "rl")) in ("eval", "inference"):
+    if (kind := spec.get("kind", "rl")) in ("eval", "inference", "tinker"):
         instead = ": set evaluation.episodes" if kind == "eval" else ""
         raise typer.BadParameter(f"--steps does not apply to kind = {kind!r}{instead}")
     longer = changed(spec, [f"train.steps={steps}"])

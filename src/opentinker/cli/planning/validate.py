@@ -110,9 +110,10 @@ def _any_bad(checks: list[Check]) -> bool:
 
 
 def _subject(spec: JobSpec) -> str:
-    if spec.kind == "inference":
+    if spec.kind in ("inference", "tinker"):
         workers = spec.resources.rollout_workers
-        return f"{workers} rollout worker{'s' if workers > 1 else ''}, on demand"
+        trainer = "a place in a shared trainer, " if spec.kind == "tinker" else ""
+        return f"{trainer}{workers} rollout worker{'s' if workers > 1 else ''}, on demand"
     if spec.kind == "eval":
         return f"{spec.environment.name}, {spec.evaluation.total} episodes"
     if spec.data is None:

@@ -66,6 +66,8 @@ def _state(job: Job, now: float) -> str:
 def _runs(job: Job) -> str:
     if job["kind"] == "inference":
         return f"It answers requests at {job.get('endpoint', '')}."
+    if job["kind"] == "tinker":
+        return "It serves clients of the Tinker API at this server's address."
     if job["kind"] == "eval":
         return f"It plays: {job['step']} of {job['steps']} episodes have ended."
     return f"It is running: step {job['step']} of {job['steps'] or 'an unknown number'}."

@@ -43,6 +43,7 @@ CURVES: dict[str, Panels] = {
     "dpo": (*_ROWS, ("accuracy of rewards", "rewards/accuracy", 0.0), ("margin of rewards", "rewards/margin", 0.0)),
     "inference": (("tokens/s generated", "", 0.0),),
     "eval": (("tokens/s generated", "", 0.0),),
+    "tinker": (("tokens/s generated", "", 0.0), ("tokens/s trained", "trainer/tokens_per_s", 0.0)),
 }
 """By kind of job: title, metric, lower end of the axis."""
 TAUGHT = ("KL to the teacher", "teacher/kl", 0.0)
