@@ -92,6 +92,8 @@ class Save(msgspec.Struct, frozen=True, kw_only=True, tag="save"):
     ttl_s: float = 0.0
     """0: kept until it is deleted."""
     overwrite: bool = False
+    follows: bool = False
+    """Of `sampler`: it takes later sampler weights of the model, with a name or without."""
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
@@ -106,13 +108,19 @@ class Unload(msgspec.Struct, frozen=True, kw_only=True, tag="unload"):
     """Forget the model; its checkpoints stay."""
 
 
+class Skip(msgspec.Struct, frozen=True, kw_only=True, tag="skip"):
+    """A command that the gateway refused. It holds its place in the order, and its answer is Failed with this text."""
+
+    error: str
+
+
 class Command(msgspec.Struct, frozen=True, kw_only=True):
     request: str
     """Id of the answer."""
     model: str
     tenant: str
     seq: int
-    body: Create | ForwardBackward | OptimStep | Save | Load | Unload
+    body: Create | ForwardBackward | OptimStep | Save | Load | Unload | Skip
 
 
 class Forwarded(msgspec.Struct, frozen=True, kw_only=True, tag="forwarded"):
