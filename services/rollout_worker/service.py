@@ -30,6 +30,7 @@ from opentinker.shared.spec.engines import EnginePolicy, adapter_serving, adapte
 from opentinker.shared.spec.train import engine_ranks
 from opentinker.shared.types.core import Lease, Pool
 from opentinker.shared.types.env_protocol import owner_of
+from opentinker.shared.types.errors import JobFailed
 
 if TYPE_CHECKING:
     from opentinker.services.rollout_worker.engines.vllm_config import AdapterLimits
@@ -67,8 +68,13 @@ async def serve(ctx: Context) -> None:
 
 
 async def import_engine(spec: JobSpec) -> None:
-    """Import the job's engine if needed: in a thread, because heartbeats must continue."""
+    """Import the job's engine if needed: in a thread, because heartbeats must continue. Raises JobFailed."""
     if spec.rollout.toy is None and ENGINE not in sys.modules:
+        if not vllm_startup.is_installed():
+            raise JobFailed(
+                "this rollout worker has no vLLM: install opentinker[rollout] where it runs, or take rollout.engine = "
+                "'toy', which simulates one"
+            )
         await finish_uncancelled(asyncio.to_thread(vllm_startup.preload))
 
 

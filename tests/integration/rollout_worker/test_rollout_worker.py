@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from opentinker.services.rollout_worker.engines import vllm_startup
 from opentinker.services.rollout_worker.engines.base import Completion, EngineError, EngineLost
 from opentinker.services.rollout_worker.opening_check import opening_mismatch_of
 from opentinker.services.rollout_worker.renderer import Renderer
@@ -28,6 +29,7 @@ from opentinker.shared.state.circuits import DOWN, Circuits, circuit_key
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import Ending, Message, WeightVersion
 from opentinker.shared.types.env_protocol import SeatPrompt, SessionReply, StepSession
+from opentinker.shared.types.errors import JobFailed
 from opentinker.shared.types.swap import SwapCommand
 from tests.conftest import WAIT_S, Server, soon, until
 from tests.integration.rollout_worker.rollout_bench import EOS, Asking, Bench, Mortal
@@ -352,3 +354,10 @@ async def test_a_late_first_load_delays_no_heartbeat(monkeypatch: pytest.MonkeyP
     held.turned.set()
     with pytest.raises(ImportError, match="the loop turned"):
         await soon(importing)
+
+
+async def test_a_worker_without_vllm_fails_the_job_and_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_startup, "is_installed", lambda: False)
+    monkeypatch.delitem(sys.modules, ENGINE, raising=False)
+    with pytest.raises(JobFailed, match=r"no vLLM: install opentinker\[rollout\]"):
+        await import_engine(make_spec(rollout__engine="vllm"))
