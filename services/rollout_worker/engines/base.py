@@ -17,6 +17,9 @@ from opentinker.shared.types.errors import OpenTinkerError
 from opentinker.shared.types.swap import SwapCommand
 from opentinker.shared.types.trajectories import Picture, Span
 
+MAX_LIKELY = 256
+"""Most of the likeliest tokens at a place that an engine tells."""
+
 
 class EngineError(OpenTinkerError):
     """This request could not be generated; others continue."""
@@ -41,6 +44,11 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """0: all tokens."""
     max_tokens: int
     stop: list[str] = []
+    """Strings that end the completion; their tokens are part of it."""
+    stop_ids: list[int] | None = None
+    """Tokens that end the completion and are part of it; None: the model's end-of-turn tokens; empty: none."""
+    stop_in_special: bool = False
+    """Whether `stop` is looked for in the names of special tokens too."""
     seed: int | None = None
     """None: drawn by the engine."""
     adapter: str = ""
@@ -54,6 +62,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     tokens that fit."""
     likely: int = 0
     """So many of the likeliest tokens are told at each place; never for training."""
+    likely_prompt: int | None = None
+    """Likewise at each place of the prompt, with the logprobs of its tokens; None: neither."""
 
 
 class Shown(NamedTuple):
@@ -78,6 +88,10 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     stop: StopReason
     likely: list[Likely] = []
     """At the place of each token, under the same distribution; empty unless asked for."""
+    prompt_logprobs: list[float] = []
+    """Log-probability of each token of the prompt but the first, at temperature 1; empty unless asked for."""
+    likely_prompt: list[Likely] = []
+    """At the place of each token of the prompt but the first, at temperature 1; empty unless asked for."""
 
 
 class Scores(NamedTuple):
@@ -108,6 +122,10 @@ class Engine(Protocol):
     @property
     def context_length(self) -> int:
         """Tokens of prompt and completion together; known after `start`."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are smaller; known after `start`."""
 
     @property
     def lora(self) -> LoraServing | None:
@@ -155,6 +173,9 @@ class Engine(Protocol):
     async def add(self, name: str, version: WeightVersion, adapter: Path) -> None:
         """Load a PEFT directory next to the served weights, for requests that name it. Raises EngineError. Not for jobs
         whose weights are an adapter, or come through a weight group."""
+
+    async def drop(self, name: str) -> None:
+        """Unload an adapter that was added, which no request uses. Raises EngineLost."""
 
     async def join(self, command: SwapCommand) -> None:
         """Enter the job's weight group; the old one is left first. Raises SwapError, EngineLost."""

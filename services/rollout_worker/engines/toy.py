@@ -78,6 +78,10 @@ class ToyEngine:
         """Do nothing: there are no weights to load."""
 
     @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    @property
     def lora(self) -> None:
         return None
 
@@ -108,7 +112,7 @@ class ToyEngine:
     ) -> Completion:
         if shown:
             raise EngineError("the simulated engine does not see")
-        if sampling.likely:
+        if sampling.likely or sampling.likely_prompt:
             raise EngineError("the simulated engine draws from no distribution: no tokens are the likeliest")
         if sampling.structure:
             raise GuideRefused("the simulated engine cannot force a call or a format")
@@ -159,6 +163,9 @@ class ToyEngine:
         """Sampling does not change; only the spans show the adapter."""
         self._adapters[name] = version
 
+    async def drop(self, name: str) -> None:
+        del self._adapters[name]
+
     async def join(self, command: SwapCommand) -> None:
         await self._leave()
         if command.device != SIMULATED:
@@ -205,11 +212,12 @@ class ToyEngine:
 
     async def _sample(self, prompt_ids: list[int], sampling: Sampling, progress: Progress | None) -> Completion:
         ids, stop = self._answer(prompt_ids, sampling)
+        prompt = [] if sampling.likely_prompt is None else [self._logprob] * (len(prompt_ids) - 1)
         if not self._spec.seconds_per_token:
             await self._unpaused.wait()
             if progress is not None:
                 progress(ids, [self._logprob] * len(ids), [])
-            return self._completion(ids, stop, [self._current(sampling)] * len(ids))
+            return self._completion(ids, stop, [self._current(sampling)] * len(ids), prompt)
         versions: list[WeightVersion] = []
         due = time.perf_counter()
         while len(versions) < len(ids):
@@ -221,7 +229,7 @@ class ToyEngine:
             if progress is not None:
                 progress([ids[len(versions)]], [self._logprob], [])
             versions.append(self._current(sampling))
-        return self._completion(ids, stop, versions)
+        return self._completion(ids, stop, versions, prompt)
 
     def _current(self, sampling: Sampling) -> WeightVersion:
         if sampling.adapter:
@@ -241,20 +249,27 @@ class ToyEngine:
             ids = draw.choices(others, k=draw.randint(1, sampling.max_tokens))
             ids.append(self._eos_id)
         room = self.context_length - len(prompt_ids)
+        if sampling.stop_ids is not None:
+            ids += draw.choices(range(self._vocab_size), k=max(0, min(room, sampling.max_tokens) + 1 - len(ids)))
+            ends = (place for place, id in enumerate(ids, 1) if id in sampling.stop_ids)
+            ids = ids[: next(ends, None)]
         if len(ids) <= min(room, sampling.max_tokens):
             return ids, StopReason.EOS
         if sampling.max_tokens <= room:
             return ids[: sampling.max_tokens], StopReason.LENGTH
         return ids[:room], StopReason.CONTEXT
 
-    def _completion(self, ids: list[int], stop: StopReason, versions: list[WeightVersion]) -> Completion:
+    def _completion(
+        self, ids: list[int], stop: StopReason, versions: list[WeightVersion], prompt_logprobs: list[float]
+    ) -> Completion:
         spans: list[Span] = []
         for place, version in enumerate(versions):
             if spans and spans[-1].version == version:
                 spans[-1] = Span(spans[-1].start, place + 1, version)
             else:
                 spans.append(Span(place, place + 1, version))
-        return Completion(ids=ids, logprobs=[self._logprob] * len(ids), spans=spans, stop=stop)
+        logprobs = [self._logprob] * len(ids)
+        return Completion(ids=ids, logprobs=logprobs, spans=spans, stop=stop, prompt_logprobs=prompt_logprobs)
 
     @property
     def _logprob(self) -> float:

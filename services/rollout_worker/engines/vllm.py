@@ -10,7 +10,6 @@ process.
 from __future__ import annotations
 
 import asyncio
-import math
 import shutil
 import time
 from collections.abc import Collection, Sequence
@@ -22,7 +21,6 @@ from opentinker.services.rollout_worker.engines.base import (
     Completion,
     EngineError,
     EngineLost,
-    Likely,
     LoraServing,
     Progress,
     Sampling,
@@ -31,23 +29,25 @@ from opentinker.services.rollout_worker.engines.base import (
     SwapError,
 )
 from opentinker.shared.spec import LoraSpec
-from opentinker.shared.types.core import StopReason, WeightVersion
+from opentinker.shared.types.core import WeightVersion
 from opentinker.shared.types.swap import SIMULATED, SwapCommand
-from opentinker.shared.types.trajectories import Span
 
 vllm_startup.prepare()
 
 import structlog  # noqa: E402 - vLLM reads its environment when it is imported
 from vllm import SamplingParams  # noqa: E402
-from vllm.logprobs import FlatLogprobs  # noqa: E402
 from vllm.lora.request import LoRARequest  # noqa: E402
-from vllm.outputs import CompletionOutput, RequestOutput  # noqa: E402
-from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams  # noqa: E402
+from vllm.outputs import RequestOutput  # noqa: E402
 from vllm.v1.engine.exceptions import EngineDeadError  # noqa: E402
 
 from opentinker.services.rollout_worker.engines.vllm_config import adapter_scale, write_adapter_config  # noqa: E402
 from opentinker.services.rollout_worker.engines.vllm_images import engine_input  # noqa: E402
 from opentinker.services.rollout_worker.engines.vllm_process import Adapter, VllmProcess  # noqa: E402
+from opentinker.services.rollout_worker.engines.vllm_sampling import (  # noqa: E402
+    completion_of,
+    tell_progress,
+    vllm_params,
+)
 
 log = structlog.get_logger()
 
@@ -80,6 +80,10 @@ class VllmEngine:
     @property
     def context_length(self) -> int:
         return self._process.context_length
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._process.llm().model_config.get_vocab_size())
 
     @property
     def lora(self) -> LoraServing | None:
@@ -116,25 +120,21 @@ class VllmEngine:
         def tell(output: RequestOutput) -> None:
             nonlocal told
             if progress is not None:
-                told = _tell(progress, told, output.outputs[0], sampling)
+                told = tell_progress(progress, told, output.outputs[0], sampling)
 
         params = self._params(sampling, room, whole=progress is None)
         final = await self._process.last(request, engine_input(prompt_ids, shown), params, adapter, tell)
-        return self._completion(request, final, sampling, adapter)
+        return completion_of(request, final, sampling, adapter)
 
     async def score(self, ids: list[int]) -> Scores:
         """Beside what is being generated: it takes its turn."""
-        request, sampling = f"score-{next(self._process.scored)}", Sampling(temperature=0.0, max_tokens=1)
+        request = f"score-{next(self._process.scored)}"
+        sampling = Sampling(temperature=0.0, max_tokens=1, likely_prompt=0)
         adapter = self._chosen(sampling)
         params = self._params(sampling, self.context_length - len(ids), whole=True)
-        params.prompt_logprobs = 0  # those of the tokens themselves
         final = await self._process.last(request, engine_input(ids, ()), params, adapter, lambda _: None)
-        done = self._completion(request, final, sampling, adapter)
-        found = None if final is None else final.prompt_logprobs
-        if not isinstance(found, FlatLogprobs) or len(found) != len(ids):
-            raise EngineError(f"request {request} came without a logprob for every token of its prompt")
-        logprobs, _ = _logprobs(found, slice(1, len(ids)))
-        return Scores(done.spans[-1].version if done.spans else None, logprobs)
+        done = completion_of(request, final, sampling, adapter)
+        return Scores(done.spans[-1].version if done.spans else None, done.prompt_logprobs)
 
     async def abort(self, request: str) -> None:
         await self._process.llm().abort(request)
@@ -175,6 +175,10 @@ class VllmEngine:
 
     async def add(self, name: str, version: WeightVersion, adapter: Path) -> None:
         self._beside[name] = await self._process.load_adapter(name, version, adapter)
+
+    async def drop(self, name: str) -> None:
+        adapter = self._beside.pop(name)
+        await self._process.call("weights_drop_adapter", adapter.request.lora_int_id)
 
     async def sleep(self) -> None:
         """Offload the weights, drop the KV cache and the copy of the last version. Requests wait and are computed again
@@ -259,50 +263,10 @@ class VllmEngine:
         return self._beside[sampling.adapter]
 
     def _params(self, sampling: Sampling, room: int, *, whole: bool) -> SamplingParams:
-        if sampling.stop and not self._process.stop_strings:
-            raise EngineError("this engine was started without a tokenizer, so it cannot find stop strings")
-        if sampling.structure and not self._process.stop_strings:
-            raise EngineError("this engine was started without a tokenizer, so it cannot force a text")
-        forced = StructuredOutputsParams(structural_tag=sampling.structure) if sampling.structure else None
-        return SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_tokens=min(sampling.max_tokens, room),
-            seed=sampling.seed,
-            min_p=sampling.min_p,
-            presence_penalty=sampling.presence_penalty,
-            frequency_penalty=sampling.frequency_penalty,
-            repetition_penalty=sampling.repetition_penalty,
-            structured_outputs=forced,
-            stop=sampling.stop or None,
-            stop_token_ids=self._eos_ids,
-            ignore_eos=True,  # the tokenizer's idea of it; stop_token_ids has the model's
-            logprobs=min(sampling.likely, self._process.llm().model_config.get_vocab_size()),
-            flat_logprobs=True,
-            detokenize=bool(sampling.stop),
-            output_kind=RequestOutputKind.FINAL_ONLY if whole else RequestOutputKind.CUMULATIVE,
-        )
-
-    def _completion(
-        self, request: str, final: RequestOutput | None, sampling: Sampling, adapter: Adapter | None
-    ) -> Completion:
-        output = final.outputs[0] if final is not None else None
-        if output is None or output.finish_reason not in ("stop", "length"):
-            raise EngineError(f"request {request} ended with {output.finish_reason if output else 'nothing'}")
-        ids = list(output.token_ids)
-        if not isinstance(output.logprobs, FlatLogprobs) or len(output.logprobs) != len(ids):
-            raise EngineError(f"request {request} came without a logprob for every token")
-        logprobs, likely = _logprobs(output.logprobs, slice(0, len(ids)))
-        if adapter is not None:
-            spans = [Span(0, len(ids), adapter.version)]
-        else:
-            spans = [Span(s.start, s.end, WeightVersion.parse(s.version)) for s in output.weight_versions or []]
-        if output.finish_reason == "length":
-            stop = StopReason.LENGTH if len(ids) == sampling.max_tokens else StopReason.CONTEXT
-        else:
-            stop = StopReason.STOP if isinstance(output.stop_reason, str) else StopReason.EOS
-        return Completion(ids=ids, logprobs=logprobs, spans=spans, stop=stop, likely=likely if sampling.likely else [])
+        if (sampling.stop or sampling.structure) and not self._process.stop_strings:
+            cannot = "find stop strings" if sampling.stop else "force a text"
+            raise EngineError(f"this engine was started without a tokenizer, so it cannot {cannot}")
+        return vllm_params(sampling, room, self._eos_ids, self.vocab_size, whole=whole)
 
     # --- weights -------------------------------------------------------------------------------------------------
 
@@ -364,23 +328,3 @@ class VllmEngine:
             await self._process.call("weights_drop_adapter", old)
             await asyncio.to_thread(shutil.rmtree, self._adapters.pop(old).request.lora_path, ignore_errors=True)
         return {"pause": 0.0, "load": time.perf_counter() - started, "resume": 0.0}
-
-
-def _tell(progress: Progress, told: int, output: CompletionOutput, sampling: Sampling) -> int:
-    """Report the tokens beyond the first `told` ones; return the new count. vLLM's lists grow in place."""
-    ids = output.token_ids
-    if isinstance(output.logprobs, FlatLogprobs) and len(ids) > told:
-        logprobs, likely = _logprobs(output.logprobs, slice(told, len(ids)))
-        progress(list(ids[told:]), logprobs, likely if sampling.likely else [])
-    return len(ids)
-
-
-def _logprobs(found: FlatLogprobs, places: slice) -> tuple[list[float], list[Likely]]:
-    """Return log-probabilities of the sampled tokens at these places, and of the likeliest there: vLLM lists the
-    sampled one first, and again where it is among the likeliest, which follow in order."""
-    ranges = list(zip(found.start_indices[places], found.end_indices[places], strict=True))
-    likely = [
-        [(found.token_ids[at], found.logprobs[at]) for at in range(start + 1, end) if found.logprobs[at] > -math.inf]
-        for start, end in ranges
-    ]
-    return [found.logprobs[start] for start, _ in ranges], likely

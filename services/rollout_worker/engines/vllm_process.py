@@ -19,6 +19,7 @@ from typing import Any
 
 from opentinker.services.rollout_worker.engines import vllm_startup
 from opentinker.services.rollout_worker.engines.base import (
+    MAX_LIKELY,
     EngineError,
     EngineLost,
     GuideRefused,
@@ -212,6 +213,7 @@ class VllmProcess:
         except EngineDeadError as error:
             raise self.lost() from error
         except Exception as error:
+            await self.call("weights_drop_adapter", number)  # it may be loaded in part
             raise EngineError(f"the adapter {name} cannot be loaded: {error}") from error
         return Adapter(request, version)
 
@@ -303,6 +305,7 @@ class VllmProcess:
             "skip_tokenizer_init": not self.stop_strings,
             "generation_config": "vllm",  # the job spec alone says how to sample
             "logprobs_mode": "processed_logprobs",
+            "max_logprobs": MAX_LIKELY,
             "disable_log_stats": True,
             "tensor_parallel_size": self._ranks,
             "distributed_executor_backend": "uni" if self._ranks == 1 else "mp",

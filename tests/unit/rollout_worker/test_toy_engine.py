@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -154,3 +155,30 @@ async def test_with_a_real_group_the_bytes_are_verified(corrupt: bool) -> None:
         sending.result()
         group.close()
     await toy.close()
+
+
+async def test_tokens_that_a_request_names_end_it_in_the_place_of_the_end_of_turn() -> None:
+    toy = await ready(engine(skill=1.0))
+    for stop_ids, ends in ((None, StopReason.EOS), ([17], StopReason.EOS), ([], StopReason.LENGTH)):
+        done = await toy.generate("a", PROMPT, Sampling(max_tokens=8, seed=3, stop_ids=stop_ids))
+        assert done.stop == ends and len(done.ids) == (3 if stop_ids is None else 2 if stop_ids else 8)
+        assert done.ids[:3] == [14, 17, EOS][: len(done.ids)]
+
+
+async def test_a_prompt_is_as_likely_as_any_other_and_the_likeliest_are_refused() -> None:
+    toy = await ready(engine(skill=1.0))
+    done = await toy.generate("a", PROMPT, Sampling(max_tokens=2, likely_prompt=0))
+    assert done.prompt_logprobs == [done.logprobs[0]] * (len(PROMPT) - 1)
+    assert (await toy.generate("a", PROMPT, Sampling(max_tokens=2))).prompt_logprobs == []
+    for asked in (Sampling(max_tokens=2, likely_prompt=1), Sampling(max_tokens=2, likely=1)):
+        with pytest.raises(EngineError, match="draws from no distribution"):
+            await toy.generate("a", PROMPT, asked)
+
+
+async def test_a_dropped_adapter_is_gone() -> None:
+    toy = await ready(engine(skill=1.0))
+    await toy.add("mine", V1, Path("/anywhere"))
+    assert (await toy.generate("a", PROMPT, Sampling(max_tokens=8, adapter="mine"))).spans == [Span(0, 3, V1)]
+    await toy.drop("mine")
+    with pytest.raises(EngineError, match="no adapter 'mine'"):
+        await toy.generate("a", PROMPT, Sampling(max_tokens=8, adapter="mine"))
