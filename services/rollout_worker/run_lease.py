@@ -22,6 +22,7 @@ from opentinker.services.rollout_worker.inference_job import InferenceJob
 from opentinker.services.rollout_worker.renderer import Renderer
 from opentinker.services.rollout_worker.rl_job import RolloutJob
 from opentinker.services.rollout_worker.seat_map import LoadedPolicy
+from opentinker.services.rollout_worker.tinker_job import TinkerJob
 from opentinker.services.rollout_worker.url_player import UrlPlayer
 from opentinker.shared.asyncio_tools import finish_uncancelled
 from opentinker.shared.data.readable_paths import opening
@@ -55,6 +56,8 @@ async def run_lease(
         policies = await load.policies()
         if spec.kind == "inference":
             await InferenceJob(worker, lease, spec, policies[0].engine, policies[0].renderer).run()
+        elif spec.kind == "tinker":
+            await TinkerJob(worker, lease, spec, policies[0].engine).run()
         elif spec.kind == "eval":
             await EvalJob(worker, lease, spec, policies, sessions, await load.urls(policies[0])).run()
         else:
@@ -168,9 +171,10 @@ class Loader:
     async def _renderer(self, own: JobSpec) -> Renderer:
         load = Renderer.load_light if own.rollout.engine == "toy" else Renderer.load
         model = own.model
+        template = "plain" if own.kind == "tinker" else model.chat_template  # clients render their prompts themselves
         async with opening(self._worker.ctx.store, self._worker.ctx.settings, self._lease.job):
             return await asyncio.to_thread(
-                load, model.base, model.chat_template, model.tool_format, model.special_tokens_in_content
+                load, model.base, template, model.tool_format, model.special_tokens_in_content
             )
 
 

@@ -106,7 +106,7 @@ def make_engine(
     from opentinker.services.rollout_worker.engines.vllm import VllmEngine
     from opentinker.services.rollout_worker.engines.vllm_process import VllmProcess
 
-    serves = spec.kind == "inference"
+    serves = spec.kind in ("inference", "tinker")
     process = VllmProcess(
         model,
         dtype=spec.model.dtype,
@@ -129,7 +129,9 @@ def make_engine(
 
 
 def _most_requests(spec: JobSpec, policies: int) -> int:
-    """Return how many requests a job's episodes make at the same time."""
+    """Return how many requests a job's clients or episodes make at the same time."""
+    if spec.kind == "tinker":
+        return spec.tinker.max_concurrent
     if spec.kind == "inference":
         return spec.serving.max_concurrent
     episodes = 1 if spec.kind == "eval" else spec.algorithm.group_size + spec.rollout.oversample
@@ -141,6 +143,10 @@ def _adapter_limits(
 ) -> AdapterLimits | None:
     from opentinker.services.rollout_worker.engines.vllm_config import AdapterLimits
 
+    if spec.kind == "tinker":
+        why = "each request names its adapter"
+        rank, at_once = spec.tinker.max_rank, spec.tinker.max_adapters
+        return AdapterLimits(rank=rank, at_once=at_once, beside_base=True, separate_because=why)
     if adapters:
         return AdapterLimits(rank=max(adapter.rank for adapter in adapters), at_once=len(adapters), beside_base=True)
     ranks = [policy.model.lora.rank for policy in policies if policy.model and policy.model.lora]

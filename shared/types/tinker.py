@@ -182,6 +182,9 @@ class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
     count: int = 1
     params: SampleParams = SampleParams()
     prompt_logprobs: bool = False
+    last_prompt: int = 0
+    """Log-probabilities and likeliest tokens of so many tokens at the end of the prompt alone, NaN and cells without a
+    token before them; 0: of all."""
     likely_prompt: int = 0
     """So many of the likeliest tokens at each place of the prompt."""
     likely: int = 0

@@ -1,0 +1,232 @@
+"""Jobs of kind `tinker`: draws the samples that clients of the Tinker API ask for, with the base or with an adapter.
+
+claim loop    consumes SAMPLE; waits for free places; woken by the standing pull
+sample task   loads the adapter that is named, draws the samples side by side, keeps the answer in Redis, produces
+              ANSWERED, then acks the request
+report loop   produces METRIC once a second
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import AsyncExitStack
+from itertools import count
+
+import structlog
+
+from opentinker.services.rollout_worker.adapter_cache import AdapterCache
+from opentinker.services.rollout_worker.adapter_files import AdapterGone, AdapterRefused
+from opentinker.services.rollout_worker.engines.base import Completion, Engine, EngineError, EngineLost
+from opentinker.services.rollout_worker.tinker_samples import problem_of, prompt_of, sampled_of, sampling_of
+from opentinker.shared.asyncio_tools import (
+    cancel_and_wait,
+    forward_exception,
+    gather_all,
+    sleep,
+    wait_event,
+)
+from opentinker.shared.messaging.bus import Consumer, Delivery
+from opentinker.shared.messaging.subjects import ANSWERED, SAMPLE
+from opentinker.shared.runtime.leased_worker import LeasedWorker
+from opentinker.shared.runtime.service import first_failure
+from opentinker.shared.runtime.telemetry import Meters, Reporter
+from opentinker.shared.spec import JobSpec
+from opentinker.shared.state.tinker import TinkerStore
+from opentinker.shared.types.core import Lease
+from opentinker.shared.types.tinker import Answer, Answered, Failed, Sampled, SampleRequest
+
+log = structlog.get_logger()
+
+REPORT_S = 1.0
+MAX_DELIVERIES = 5
+"""A request delivered once more is answered with an error: one that kills the engine at every try must come to an
+end. Requests that were in flight with it count too."""
+
+
+class TinkerJob:
+    """One lease's work. `engine` is started, serves the base, and has room for the adapters."""
+
+    def __init__(
+        self, worker: LeasedWorker, lease: Lease, spec: JobSpec, engine: Engine, ack_wait_s: float = 6.0
+    ) -> None:
+        """`ack_wait_s`: a request whose holder sends no progress for this time goes to another worker; holders send it
+        every third of it."""
+        self.worker, self.lease, self.spec, self.engine, self.ack_wait_s = worker, lease, spec, engine, ack_wait_s
+        self.bus = worker.ctx.bus
+        self.store = TinkerStore(worker.ctx.store.redis)
+        self.adapters = AdapterCache(engine, spec.tinker.max_adapters, spec.tinker.max_rank)
+        self.places = asyncio.Semaphore(spec.tinker.max_concurrent)
+        """Of samples in the engine."""
+        self.open = 0
+        """Samples of the requests that this worker has taken, and that are not drawn yet."""
+        self.running = 0
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.place = asyncio.Event()
+        self.numbers = count(1)
+        self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Exception of a sample task: a failure of this service, not of a request."""
+        self.quiet_since = time.monotonic()
+        self.meters = Meters()
+        self.meter = self.meters.of(lease.job)
+        self.reporter = Reporter(self.bus, worker.info.id, self.meters)
+
+    async def run(self) -> None:
+        """Serve until the lease ends or is taken back, or the service stops. Requests in progress are then answered;
+        those that are cut off go to another worker."""
+        async with AsyncExitStack() as held:
+            held.callback(self.worker.tell, {})
+            held.push_async_callback(self._end_reports)
+            requests = await self.bus.consume(
+                SAMPLE,
+                f"sample-{self.lease.job}",
+                batch=self.spec.tinker.max_concurrent,
+                ack_wait_s=self.ack_wait_s,
+                job=self.lease.job,
+            )
+            held.push_async_callback(requests.close)
+            held.push_async_callback(self._end_tasks)
+            self._tell()
+            await self.worker.status("ready", job=self.lease.job, epoch=self.lease.epoch)
+            await first_failure(
+                {
+                    "claim": self._claim_loop(requests),
+                    "report": self._report_loop(),
+                    "broken": asyncio.wait_for(self.broken, None),
+                    "engine": self.engine.watch(),
+                }
+            )
+            if self.tasks:
+                log.info("draining", requests=len(self.tasks))
+                await asyncio.wait(self.tasks)
+
+    async def _end_tasks(self) -> None:
+        await cancel_and_wait(*self.tasks)
+
+    async def _end_reports(self) -> None:
+        """Send the last report with what came since the previous one; afterwards no gauge is shown."""
+        self.meter.gauges.clear()
+        await self.reporter.report()
+        self.meters.jobs.clear()
+        await self.reporter.report()
+
+    # --- requests -----------------------------------------------------------------------------------------------
+
+    async def _claim_loop(self, requests: Consumer[SampleRequest]) -> None:
+        """Consumes SAMPLE, starts sample tasks. Returns when the service is stopping or the worker is taken back."""
+        while not self.worker.ending:
+            free = self.spec.tinker.max_concurrent - self.open
+            if free <= 0:
+                self.place.clear()
+                await wait_event(self.place, 0.5)
+                continue
+            delivery = await requests.next(0.5, limit=free)
+            if delivery is None:
+                continue
+            self.open += 1 if delivery.noun is None else max(1, delivery.noun.count)
+            task = asyncio.create_task(self._run(delivery))
+            self.tasks.add(task)
+            task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self.tasks.discard(task)
+        self.quiet_since = time.monotonic()
+        forward_exception(task, self.broken)
+
+    async def _run(self, delivery: Delivery[SampleRequest]) -> None:
+        """One request to its end: its answer is kept; then the request is acked."""
+        request = delivery.noun
+        id = delivery.key if request is None else request.request
+        left = 1 if request is None else max(1, request.count)
+        self.meter.counts["serving/requests"] += 1
+        try:
+            with structlog.contextvars.bound_contextvars(request=id):
+                async with delivery.held(self.ack_wait_s):
+                    if await self.store.answered(id) is not None:
+                        return
+                    if request is None:
+                        log.error("bad_request", error=delivery.error)
+                        result: Sampled | Failed = _fault("it cannot be read by this release of the server")
+                    elif delivery.deliveries > MAX_DELIVERIES:
+                        result = _fault(f"{MAX_DELIVERIES} tries came to no end, because workers were lost meanwhile")
+                    else:
+                        result = await self._result(request)
+                    await self._keep(id, result)
+        finally:
+            self.open -= left
+            self.place.set()
+
+    async def _keep(self, id: str, result: Sampled | Failed) -> None:
+        if isinstance(result, Failed):
+            self.meter.counts["serving/refused"] += 1
+            log.info("sample_failed", category=result.category, error=result.error)
+        else:
+            self.meter.counts["serving/answers"] += 1
+        await self.store.answer(Answer(request=id, result=result))
+        await self.bus.emit(ANSWERED, Answered(request=id), job=self.lease.job)
+
+    async def _result(self, request: SampleRequest) -> Sampled | Failed:
+        """Raises EngineLost."""
+        try:
+            return await self._sample(request)
+        except EngineLost:
+            raise
+        except AdapterGone as error:
+            return Failed(error=f"{error}: make a sampler from newer weights", lost=True)
+        except AdapterRefused as error:
+            return Failed(error=str(error))
+        except EngineError as error:
+            return Failed(error=str(error), category="server")
+        except Exception as error:  # one failing request must not end the others
+            log.exception("request_failed")
+            return _fault(f"a fault of the server ({type(error).__name__}), which its log describes")
+
+    async def _sample(self, request: SampleRequest) -> Sampled | Failed:
+        prompt = prompt_of(request)
+        problem = problem_of(
+            request,
+            prompt,
+            context_length=self.engine.context_length,
+            vocab_size=self.engine.vocab_size,
+            simulated=self.spec.rollout.engine == "toy",
+        )
+        if problem:
+            return Failed(error=problem)
+        async with self.adapters.holding(request.directory, request.version) as adapter:
+            drawn = [self._draw(request, prompt, index, adapter) for index in range(request.count)]
+            completions = await gather_all(drawn)
+        self.meter.counts["serving/prompt_tokens"] += len(prompt)
+        return sampled_of(request, completions)
+
+    async def _draw(self, request: SampleRequest, prompt: list[int], index: int, adapter: str) -> Completion:
+        sampling = sampling_of(request, index, self.engine.context_length - len(prompt), adapter)
+        async with self.places:
+            self.running += 1
+            try:
+                completion = await self.engine.generate(f"tinker-{next(self.numbers)}", prompt, sampling)
+            finally:
+                self.running -= 1
+        self.meter.counts["serving/tokens"] += len(completion.ids)
+        self.worker.spent["tokens_generated"] += len(completion.ids)
+        return completion
+
+    # --- loops --------------------------------------------------------------------------------------------------
+
+    async def _report_loop(self) -> None:
+        """Produces METRIC. Returns never."""
+        while True:
+            await sleep(REPORT_S)
+            self._tell()
+            self.meter.gauges["serving/running"] = self.running
+            self.meter.gauges["serving/waiting"] = max(0, self.open - self.running)
+            self.meter.gauges["serving/adapters"] = len(self.adapters)
+            self.meter.counts["serving/adapters_loaded"] = self.adapters.loads
+            await self.reporter.report()
+
+    def _tell(self) -> None:
+        quiet_s = 0.0 if self.tasks else time.monotonic() - self.quiet_since
+        self.worker.tell({"requests": len(self.tasks), "quiet_s": round(quiet_s, 1)})
+
+
+def _fault(why: str) -> Failed:
+    return Failed(error=f"no samples were drawn: {why}; send the request again", category="server")

@@ -1,0 +1,292 @@
+"""A rollout worker that draws samples for the Tinker API, over real servers, with a simulated engine."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import structlog
+
+from opentinker.services.rollout_worker.engines.base import Completion, EngineLost
+from opentinker.services.rollout_worker.engines.toy import ToyEngine
+from opentinker.services.rollout_worker.tinker_job import MAX_DELIVERIES, TinkerJob
+from opentinker.shared.asyncio_tools import cancel_and_wait
+from opentinker.shared.config import Settings
+from opentinker.shared.messaging.bus import Bus
+from opentinker.shared.messaging.subjects import ANSWERED, METRIC, SAMPLE, Subject
+from opentinker.shared.runtime.leased_worker import LeasedWorker
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.spec import ToySpec, parse_spec
+from opentinker.shared.state.store import Store
+from opentinker.shared.state.tinker import TinkerStore
+from opentinker.shared.types.core import Lease, Pool, WeightVersion
+from opentinker.shared.types.telemetry import MetricPoint
+from opentinker.shared.types.tinker import Answered, Failed, Sampled, SampleParams, SampleRequest
+from tests.conftest import soon, until
+from tests.support.adapters import write_adapter
+from tests.support.factories import not_called
+
+PROMPT = [5, 6, 7]
+EOS = 1
+
+
+class Gated(ToyEngine):
+    """Waits at `gate`; `poison` is a prompt that kills it."""
+
+    def __init__(self, *, is_open: bool = True) -> None:
+        super().__init__(ToySpec(skill=0.0), eos_id=EOS, vocab_size=128, context_length=64)
+        self.version = WeightVersion(0, 0)
+        self.gate = asyncio.Event()
+        if is_open:
+            self.gate.set()
+        self.poison: list[int] = []
+        self.inside = self.most = self.asked = 0
+        self.adapters: set[str] = set()
+
+    async def generate(self, request: str, prompt_ids: list[int], sampling: Any, *rest: Any) -> Completion:
+        self.asked += 1
+        if prompt_ids == self.poison:
+            raise EngineLost("killed by its request")
+        self.inside += 1
+        self.most = max(self.most, self.inside)
+        self.adapters.add(sampling.adapter)
+        try:
+            await self.gate.wait()
+            return await super().generate(request, prompt_ids, sampling, *rest)
+        finally:
+            self.inside -= 1
+
+
+class Bench:
+    """A job and the lives of rollout workers that serve it."""
+
+    def __init__(self, bus: Bus, store: Store) -> None:
+        self.bus, self.store = bus, store
+        self.job = f"j-{uuid.uuid4().hex[:8]}"
+        self.answers = TinkerStore(store.redis)
+        self.announced: list[str] = []
+        self.settings: dict[str, Any] = {"max_adapters": 2, "max_rank": 8, "max_concurrent": 16}
+
+    async def ask(self, id: str, prompt: list[int] = PROMPT, **fields: Any) -> str:
+        params = fields.pop("params", SampleParams(max_tokens=4, seed=1))
+        ids = np.asarray(prompt, "<i4").tobytes()
+        request = SampleRequest(request=f"{self.job}#{id}", tenant="t", prompt=ids, params=params, **fields)
+        await self.bus.publish(SAMPLE, request, request.request, job=self.job)
+        return request.request
+
+    async def answer(self, request: str) -> Sampled | Failed:
+        found = await until(lambda: self.answers.answered(request))
+        assert found is not None and isinstance(found.result, Sampled | Failed)
+        return found.result
+
+    async def sampled(self, request: str) -> Sampled:
+        result = await self.answer(request)
+        assert isinstance(result, Sampled), result
+        return result
+
+    async def failed(self, request: str) -> Failed:
+        result = await self.answer(request)
+        assert isinstance(result, Failed), result
+        return result
+
+    async def waiting(self) -> int:
+        return await self.bus.count("SAMPLES", SAMPLE.at(job=self.job))
+
+    def work(self, engine: Gated, name: str = "rollout-0") -> TinkerJob:
+        spec = parse_spec(
+            {
+                "name": "server",
+                "kind": "tinker",
+                "model": {"base": "somewhere"},
+                "rollout": {"engine": "toy"},
+                "tinker": self.settings,
+            }
+        )
+        log = structlog.get_logger()
+        ctx = Context("rollout-worker", name, Settings(), self.bus, self.store, log)
+        worker = LeasedWorker(ctx, Pool.ROLLOUT, not_called)
+        lease = Lease(job=self.job, worker=name, incarnation=worker.info.incarnation, epoch=1, pool=Pool.ROLLOUT)
+        return TinkerJob(worker, lease, spec, engine, ack_wait_s=0.5)
+
+    @asynccontextmanager
+    async def serving(self, engine: Gated) -> AsyncIterator[TinkerJob]:
+        job = self.work(engine)
+        life = asyncio.create_task(job.run())
+        try:
+            yield job
+        finally:
+            await cancel_and_wait(life)
+        assert life.cancelled(), "it lived to the end of the block"
+
+
+@pytest.fixture
+async def bench(bus: Bus, store: Store) -> AsyncIterator[Bench]:
+    bench = Bench(bus, store)
+
+    async def note(answered: Answered) -> None:
+        bench.announced.append(answered.request)
+
+    heard = await bus.listen(ANSWERED, note, job=bench.job)
+    yield bench
+    await heard.unsubscribe()
+
+
+def tokens(result: Sampled) -> list[list[int]]:
+    return [np.frombuffer(one.tokens, "<i4").tolist() for one in result.sequences]
+
+
+async def test_samples_are_drawn_side_by_side_and_seeds_repeat_them(bench: Bench) -> None:
+    engine = Gated()
+    async with bench.serving(engine) as job:
+        first = await bench.sampled(await bench.ask("1", count=6))
+        again = await bench.sampled(await bench.ask("2", count=6))
+        (third,) = tokens(await bench.sampled(await bench.ask("3", params=SampleParams(max_tokens=4, seed=3))))
+        await until(bench.waiting, lambda found: found == 0)
+        await until(lambda: len(bench.announced) == 3)
+    assert tokens(first) == tokens(again) and len({*map(tuple, tokens(first))}) == 6 and engine.most == 6
+    assert tokens(first)[2] == third, "seed 1, sample 2"
+    drawn = sum(map(len, [*tokens(first), *tokens(again), third]))
+    assert job.worker.spent["tokens_generated"] == drawn == job.meter.counts["serving/tokens"]
+    one = first.sequences[0]
+    assert np.allclose(np.frombuffer(one.logprobs, "<f4"), -np.log(128)) and one.stop in ("stop", "length")
+
+
+async def test_adapters_are_loaded_on_demand_and_logprobs_of_prompts_are_told(bench: Bench, tmp_path: Path) -> None:
+    engine = Gated()
+    places = [str(write_adapter(tmp_path / name)) for name in "abc"]
+    async with bench.serving(engine) as job:
+        for number, place in enumerate([*places, "", places[0]]):
+            request = await bench.ask(str(number), directory=place, version="1", rank=4, prompt_logprobs=True)
+            prompt = np.frombuffer((await bench.sampled(request)).prompt_logprobs, "<f4")
+            assert np.isnan(prompt[0]) and np.allclose(prompt[1:], -np.log(128)) and len(prompt) == len(PROMPT)
+        assert len(job.adapters) == 2 and job.adapters.loads == 4, "the first one was evicted and came back"
+    assert len(engine.adapters) == 4 and "" in engine.adapters
+
+
+async def test_failures_name_their_cause_and_leave_the_job_serving(bench: Bench, tmp_path: Path) -> None:
+    gone = write_adapter(tmp_path / "gone")
+    shutil.rmtree(gone)
+    spoiled = write_adapter(tmp_path / "spoiled", value=float("nan"))
+    async with bench.serving(Gated()) as job:
+        lost = await bench.failed(await bench.ask("1", directory=str(gone), version="1"))
+        assert lost.lost and "were removed" in lost.error
+        refused = await bench.failed(await bench.ask("2", directory=str(spoiled), version="1"))
+        assert (refused.category, refused.lost) == ("user", False) and "not finite" in refused.error
+        long = await bench.failed(await bench.ask("3", [5] * 64))
+        assert long.category == "user" and "the prompt has 64 tokens" in long.error
+        foreign = await bench.failed(await bench.ask("4", [5, 128]))
+        assert foreign.category == "user" and "not 128" in foreign.error
+        unread = f"{bench.job}#unread"
+        await bench.bus.publish(Subject(SAMPLE.pattern, dict), {"prompt": 3}, unread, job=bench.job)
+        assert (await bench.failed(unread)).category == "server"
+        assert (await bench.sampled(await bench.ask("5"))).sequences
+        await until(bench.waiting, lambda found: found == 0)
+        assert job.meter.counts["serving/refused"] == 5 and job.meter.counts["serving/answers"] == 1
+
+
+async def test_no_more_samples_than_allowed_are_in_the_engine(bench: Bench) -> None:
+    bench.settings["max_concurrent"] = 3
+    engine = Gated(is_open=False)
+    async with bench.serving(engine) as job:
+        requests = [await bench.ask(str(number), count=2) for number in range(5)]
+        await until(lambda: engine.inside == 3)
+        assert job.open == 4, "two requests are taken, the others are left to other workers"
+        engine.gate.set()
+        for request in requests:
+            assert len((await bench.sampled(request)).sequences) == 2
+        one = await bench.sampled(await bench.ask("many", count=20))
+        assert len(one.sequences) == 20
+    assert engine.most == 3
+
+
+async def test_requests_of_a_lost_engine_are_answered_by_the_next_worker(bench: Bench) -> None:
+    engine = Gated()
+    engine.poison = [9]
+    request = await bench.ask("1", [9])
+    with pytest.raises(EngineLost):
+        await soon(bench.work(engine).run())
+    async with bench.serving(Gated()):
+        assert (await bench.sampled(request)).sequences
+        await until(bench.waiting, lambda found: found == 0)
+
+
+async def test_a_request_that_kills_every_engine_is_answered_in_the_end(bench: Bench) -> None:
+    request = await bench.ask("1", [9])
+    deaths = 0
+    while await bench.waiting():
+        engine = Gated()
+        engine.poison = [9]
+        life = asyncio.create_task(bench.work(engine).run())
+
+        async def over(life: asyncio.Task[None] = life) -> bool:
+            return life.done() or not await bench.waiting()
+
+        await until(over)
+        deaths += life.done()
+        await cancel_and_wait(life)
+        assert deaths <= MAX_DELIVERIES
+    failed = await bench.failed(request)
+    assert failed.category == "server" and "came to no end" in failed.error and deaths == MAX_DELIVERIES
+
+
+async def test_a_worker_that_is_taken_back_answers_what_it_has_taken_and_leaves_the_rest(bench: Bench) -> None:
+    bench.settings["max_concurrent"] = 2
+    engine = Gated(is_open=False)
+    job = bench.work(engine)
+    life = asyncio.create_task(job.run())
+    requests = [await bench.ask(str(number)) for number in range(5)]
+    await until(lambda: engine.inside == 2)
+    job.worker._leaving.set()  # as when its lease says by when it must leave
+    engine.gate.set()
+    await soon(life)
+    answered = [request for request in requests if await bench.answers.answered(request)]
+    assert len(answered) == 2 and await bench.waiting() == 3
+    async with bench.serving(Gated()):
+        for request in requests:
+            assert (await bench.sampled(request)).sequences
+
+
+async def test_what_a_worker_is_cut_off_from_goes_to_another_at_once(bench: Bench) -> None:
+    stuck = Gated(is_open=False)
+    async with bench.serving(stuck):
+        request = await bench.ask("1", count=3)
+        await until(lambda: stuck.inside == 3)
+    assert stuck.inside == 0 and await bench.answers.answered(request) is None
+    async with bench.serving(Gated()):
+        assert len((await bench.sampled(request)).sequences) == 3
+
+
+async def test_a_request_that_has_an_answer_is_not_drawn_again(bench: Bench) -> None:
+    engine = Gated()
+    async with bench.serving(engine):
+        request = await bench.ask("1")
+        first = await bench.sampled(request)
+        await until(bench.waiting, lambda found: found == 0)
+        copy = SampleRequest(request=request, tenant="t", prompt=np.asarray([8, 8], "<i4").tobytes())
+        await bench.bus.publish(SAMPLE, copy, "another message id", job=bench.job)
+        await until(bench.waiting, lambda found: found == 0)
+        assert await bench.sampled(request) == first and engine.asked == 1
+
+
+async def test_it_reports_what_it_does(bench: Bench) -> None:
+    points: list[MetricPoint] = []
+
+    async def note(point: MetricPoint) -> None:
+        points.append(point)
+
+    heard = await bench.bus.listen(METRIC, note, job=bench.job, source="*")
+    async with bench.serving(Gated()) as job:
+        await until(lambda: job.worker.info.status == "ready")
+        await bench.sampled(await bench.ask("1", count=2))
+        await until(lambda: any(point.values.get("serving/answers") == 1 for point in points))
+        assert job.worker.info.detail["requests"] == 0
+    await heard.unsubscribe()
+    last = points[-1].values
+    assert last["serving/requests"] == 1 and last["serving/prompt_tokens"] == len(PROMPT)

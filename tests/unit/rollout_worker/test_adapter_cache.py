@@ -1,0 +1,194 @@
+"""Adapters that requests name: which are loaded, which make room, and which are refused."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from opentinker.services.rollout_worker.adapter_cache import AdapterCache
+from opentinker.services.rollout_worker.adapter_files import AdapterGone, AdapterRefused, check_adapter
+from opentinker.services.rollout_worker.engines.base import EngineError
+from opentinker.services.rollout_worker.engines.toy import ToyEngine
+from opentinker.shared.asyncio_tools import cancel_and_wait
+from opentinker.shared.spec import ToySpec
+from opentinker.shared.types.core import WeightVersion
+from tests.conftest import soon, until
+from tests.support.adapters import write_adapter
+
+
+class Shelf(ToyEngine):
+    """Notes what it loads and drops."""
+
+    def __init__(self) -> None:
+        super().__init__(ToySpec(), eos_id=1, vocab_size=8, context_length=64)
+        self.calls: list[str] = []
+        self.problem: Exception | None = None
+
+    @property
+    def held(self) -> int:
+        return len(self._adapters)
+
+    async def add(self, name: str, version: WeightVersion, adapter: Path) -> None:
+        await asyncio.sleep(0)
+        if self.problem is not None:
+            raise self.problem
+        self.calls.append(f"+{adapter.name}")
+        await super().add(name, version, adapter)
+
+    async def drop(self, name: str) -> None:
+        self.calls.append("-")
+        await super().drop(name)
+
+
+class Bench:
+    def __init__(self, place: Path, room: int = 2) -> None:
+        self.place, self.engine = place, Shelf()
+        self.cache = AdapterCache(self.engine, room, max_rank=8)
+        self.using: list[str] = []
+        for name in "abcd":
+            write_adapter(place / name)
+
+    async def use(self, name: str, end: asyncio.Event | None = None, version: str = "1") -> str:
+        """Hold it until `end`. The engine must know it all the while."""
+        async with self.cache.holding(str(self.place / name), version) as known:
+            self.using.append(name)
+            assert known in self.engine._adapters
+            if end is not None:
+                await end.wait()
+            assert known in self.engine._adapters, "it was lost while it was used"
+            self.using.remove(name)
+        return known
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+async def test_the_least_recently_used_one_makes_room_and_comes_back(bench: Bench) -> None:
+    names = [await bench.use(name) for name in "abacab"]
+    assert bench.engine.calls == ["+a", "+b", "-", "+c", "-", "+b"], "a is used most"
+    assert names[1] == names[5], "the same contents have the same name when they come back"
+    assert len({*names}) == 3 and bench.cache.loads == 4
+    async with bench.cache.holding("", "") as base:
+        assert base == "" and len(bench.engine.calls) == 6
+
+
+async def test_many_requests_at_once_load_an_adapter_once_and_new_contents_again(bench: Bench) -> None:
+    await asyncio.gather(*(bench.use("a") for _ in range(20)))
+    assert bench.engine.calls == ["+a"]
+    assert await bench.use("a", version="2") != await bench.use("a", version="1")
+    assert bench.engine.calls == ["+a", "+a"]
+
+
+async def test_one_in_use_stays_and_a_new_one_waits_without_being_overtaken_for_ever(bench: Bench) -> None:
+    ends = {name: asyncio.Event() for name in "ab"}
+    users = [asyncio.create_task(bench.use(name, end)) for name, end in ends.items()]
+    await until(lambda: len(bench.using) == 2)
+    third = asyncio.create_task(bench.use("c"))
+    await until(lambda: any(adapter.leaving for adapter in bench.cache._loaded.values()))
+    late = asyncio.create_task(bench.use("a"))
+    await soon(bench.use("b"))  # which is not the one to leave
+    assert bench.using == ["a", "b"] and not third.done() and not late.done()
+    ends["a"].set()
+    await soon(third)
+    ends["b"].set()
+    await soon(asyncio.gather(late, *users))
+    assert bench.engine.calls[:4] == ["+a", "+b", "-", "+c"] and bench.engine.held == 2
+
+
+async def test_who_gives_up_waiting_leaves_the_others_their_adapters(bench: Bench) -> None:
+    end = asyncio.Event()
+    users = [asyncio.create_task(bench.use(name, end)) for name in "ab"]
+    await until(lambda: len(bench.using) == 2)
+    third = asyncio.create_task(bench.use("c"))
+    await until(lambda: any(adapter.leaving for adapter in bench.cache._loaded.values()))
+    await cancel_and_wait(third)
+    await soon(bench.use("a"))
+    end.set()
+    await soon(asyncio.gather(*users))
+    assert bench.engine.calls == ["+a", "+b"]
+
+
+async def test_random_users_that_are_cut_off_never_lose_an_adapter_nor_a_place(bench: Bench) -> None:
+    draw = np.random.default_rng(0)
+
+    async def user(name: str, rounds: int, cut: bool) -> None:
+        end = asyncio.Event()
+        task = asyncio.create_task(bench.use(name, end))
+        for _ in range(rounds):
+            await asyncio.sleep(0)
+            assert bench.engine.held <= 2
+        if cut:
+            task.cancel()
+        end.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await soon(task)
+
+    plan = zip(draw.choice(list("abcd"), 200), draw.integers(0, 20, 200), draw.random(200) < 0.3, strict=True)
+    await asyncio.gather(*(user(str(name), int(rounds), bool(cut)) for name, rounds, cut in plan))
+    assert all(adapter.users == 0 and not adapter.leaving for adapter in bench.cache._loaded.values())
+    assert len(bench.cache) == bench.engine.held <= 2
+
+
+async def test_a_bad_directory_is_refused_and_evicts_nothing(bench: Bench) -> None:
+    await bench.use("a")
+    await bench.use("b")
+    shutil.rmtree(bench.place / "c")
+    with pytest.raises(AdapterGone, match="were removed"):
+        await bench.use("c")
+    (bench.place / "d" / "adapter_config.json").write_text("{")
+    with pytest.raises(AdapterRefused, match="cannot be read"):
+        await bench.use("d")
+    assert bench.engine.calls == ["+a", "+b"]
+    bench.engine.problem = EngineError("no module q_proj")
+    (bench.place / "e").mkdir()
+    with pytest.raises(AdapterRefused, match="no module q_proj"):
+        await bench.use("a", version="2")
+    bench.engine.problem = None
+    await bench.use("a", version="2")
+    assert bench.engine.held == 2
+
+
+def test_adapters_that_an_engine_must_not_see_are_refused(tmp_path: Path) -> None:
+    check_adapter(write_adapter(tmp_path / "good"), 8)
+    check_adapter(write_adapter(tmp_path / "half", dtype=np.float16), 8)
+    cases = {
+        "large": (write_adapter(tmp_path / "large", rank=16), "rank 16, and this server takes 8"),
+        "nan": (write_adapter(tmp_path / "nan", value=float("nan")), "not finite"),
+        "infinite": (write_adapter(tmp_path / "infinite", value=float("-inf"), dtype=np.float16), "not finite"),
+        "torn": (write_adapter(tmp_path / "torn"), "ends before"),
+        "code": (write_adapter(tmp_path / "code"), "brings its own code"),
+        "pickle": (write_adapter(tmp_path / "pickle"), "only adapter_model.bin"),
+    }
+    weights = tmp_path / "torn" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8])
+    config = tmp_path / "code" / "adapter_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "auto_map": {"AutoModel": "evil.Model"}}))
+    (tmp_path / "pickle" / "adapter_model.safetensors").rename(tmp_path / "pickle" / "adapter_model.bin")
+    for directory, problem in cases.values():
+        with pytest.raises(AdapterRefused, match=problem):
+            check_adapter(directory, 8)
+
+
+def test_a_bfloat16_adapter_with_nan_is_noticed(tmp_path: Path) -> None:
+    """numpy has no bfloat16: its bits are looked at."""
+    for name, bits in (("good", 0x3F80), ("nan", 0x7FC0), ("infinite", 0xFF80)):
+        place = write_adapter(tmp_path / name, dtype=np.float16)
+        weights = place / "adapter_model.safetensors"
+        data = weights.read_bytes().replace(b'"F16"', b'"BF16"')
+        length = int.from_bytes(data[:8], "little") + 2
+        header, rest = data[8 : 8 + length], bytearray(data[8 + length :])
+        rest[6:8] = bits.to_bytes(2, "little")
+        weights.write_bytes(length.to_bytes(8, "little") + header + rest)
+        if name == "good":
+            check_adapter(place, 8)
+        else:
+            with pytest.raises(AdapterRefused, match="not finite"):
+                check_adapter(place, 8)
