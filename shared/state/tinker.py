@@ -7,6 +7,7 @@ Redis keys:
     tinker:model:{id}           hash: record (the TinkerModel as JSON), used (Unix seconds of its last command)
     tinker:models:{tenant}      sorted set of model ids by creation time
     tinker:models:of:{job}      set of ids of the models that the job trains
+    tinker:progress:{model}     the ModelProgress as JSON
     tinker:asked:{model}        hash: number of a command -> digest of its body
     tinker:sampler:{id}         the Sampler as JSON
     tinker:checkpoints:{model}  hash: KIND/NAME -> the TinkerCheckpoint as JSON
@@ -25,6 +26,7 @@ from opentinker.shared.types.errors import Conflict, NotFound
 from opentinker.shared.types.tinker import (
     ANSWER_KEPT_S,
     Answer,
+    ModelProgress,
     Sampler,
     TinkerCheckpoint,
     TinkerModel,
@@ -111,6 +113,13 @@ class TinkerStore:
 
     async def last_used(self, id: str) -> float:
         return float(await self._redis.hget(f"tinker:model:{id}", "used") or 0.0)
+
+    async def set_progress(self, id: str, progress: ModelProgress) -> None:
+        await self._redis.set(f"tinker:progress:{id}", codec.to_json(progress))
+
+    async def progress(self, id: str) -> ModelProgress:
+        """Return how the model learns; all is 0 before its first command."""
+        return await self._read(ModelProgress, f"tinker:progress:{id}") or ModelProgress()
 
     async def ask(self, model: str, seq: int, digest: str) -> None:
         """Note the body of a command. Raises Conflict if this number was used with another body."""

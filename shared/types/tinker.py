@@ -300,3 +300,20 @@ class Sampler(msgspec.Struct, frozen=True, kw_only=True):
     rank: int = 0
     follows: bool = False
     """Whether it takes later weights that are saved for it (kind `inflight`)."""
+
+
+class ModelProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """How a model learns. Its trainer writes it, about once a second while the model has commands."""
+
+    passes: int = 0
+    """Commands `forward_backward`, with the backward pass and without it."""
+    steps: int = 0
+    """Optimizer steps."""
+    tokens: int = 0
+    """Of the passes."""
+    queue_s: float = 0.0
+    """Mean seconds that the newest passes waited for those of others."""
+    loss: float | None = None
+    """Mean of a token in the newest passes; None: no pass has had one yet."""
+    curve: list[float] = []
+    """Losses so far, oldest first, as some dozens of values."""
