@@ -145,8 +145,13 @@ def _adapter_limits(
 
     if spec.kind == "tinker":
         why = "each request names its adapter"
-        rank, at_once = spec.tinker.max_rank, spec.tinker.max_adapters
-        return AdapterLimits(rank=rank, at_once=at_once, beside_base=True, separate_because=why)
+        return AdapterLimits(
+            rank=spec.tinker.max_rank,
+            at_once=spec.tinker.max_adapters,
+            beside_base=True,
+            separate_because=why,
+            scores_prompts=True,
+        )
     if adapters:
         return AdapterLimits(rank=max(adapter.rank for adapter in adapters), at_once=len(adapters), beside_base=True)
     ranks = [policy.model.lora.rank for policy in policies if policy.model and policy.model.lora]

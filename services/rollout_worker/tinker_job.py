@@ -4,6 +4,7 @@ claim loop    consumes SAMPLE; waits for free places; woken by the standing pull
 sample task   loads the adapter that is named, draws the samples side by side, keeps the answer in Redis, produces
               ANSWERED, then acks the request
 report loop   produces METRIC once a second
+timeline      produces TIMELINE once a second
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from opentinker.shared.messaging.subjects import ANSWERED, SAMPLE
 from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.runtime.service import first_failure
 from opentinker.shared.runtime.telemetry import Meters, Reporter
+from opentinker.shared.runtime.timeline import Lanes
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.state.tinker import TinkerStore
 from opentinker.shared.types.core import Lease
@@ -70,6 +72,7 @@ class TinkerJob:
         self.meters = Meters()
         self.meter = self.meters.of(lease.job)
         self.reporter = Reporter(self.bus, worker.info.id, self.meters)
+        self.lanes = Lanes(self.bus, lease.job, worker.info.id)
 
     async def run(self) -> None:
         """Serve until the lease ends or is taken back, or the service stops. Requests in progress are then answered;
@@ -77,6 +80,7 @@ class TinkerJob:
         async with AsyncExitStack() as held:
             held.callback(self.worker.tell, {})
             held.push_async_callback(self._end_reports)
+            held.push_async_callback(self.lanes.report)
             requests = await self.bus.consume(
                 SAMPLE,
                 f"sample-{self.lease.job}",
@@ -92,6 +96,7 @@ class TinkerJob:
                 {
                     "claim": self._claim_loop(requests),
                     "report": self._report_loop(),
+                    "timeline": self.lanes.run(),
                     "broken": asyncio.wait_for(self.broken, None),
                     "engine": self.engine.watch(),
                 }
@@ -203,7 +208,8 @@ class TinkerJob:
         async with self.places:
             self.running += 1
             try:
-                completion = await self.engine.generate(f"tinker-{next(self.numbers)}", prompt, sampling)
+                with self.lanes.busy("generation", kind="rollout"):
+                    completion = await self.engine.generate(f"tinker-{next(self.numbers)}", prompt, sampling)
             finally:
                 self.running -= 1
         self.meter.counts["serving/tokens"] += len(completion.ids)

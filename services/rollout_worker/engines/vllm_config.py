@@ -37,6 +37,9 @@ ROUNDED = (
 )
 ON_GPU = "on GPUs rollout.lora = 'auto' does not merge: a swap would copy the whole base to the GPU"
 """The gain in generation must be measured there before it can be weighed against that."""
+SCORED_TOKENS = 512
+"""Tokens of a prompt in one pass, where log-probabilities of prompts are asked for: vLLM makes those of the whole
+vocabulary for each, in float32 (twice 0.3 GB for 152k tokens)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +56,8 @@ class AdapterLimits:
     """`auto` and `merged`: there is one adapter, which may be merged into the base."""
     separate_because: str = ""
     """Why there is no choice."""
+    scores_prompts: bool = False
+    """Requests ask for log-probabilities of long prompts."""
 
 
 def context_limit(config: PretrainedConfig) -> int:
@@ -73,7 +78,7 @@ def cpu_kv_bytes(config: PretrainedConfig, dtype: str, context: int, concurrent:
     return int(max(2 * one, min(one * concurrent // 4, int(memory_bytes() * CPU_KV_SHARE / ranks)), CPU_KV_FLOOR))
 
 
-def lora_arguments(limits: AdapterLimits, on_cpu: bool) -> dict[str, Any]:
+def lora_arguments(limits: AdapterLimits, on_cpu: bool, context: int) -> dict[str, Any]:
     """Return arguments for adapters in vLLM's layers: limits per batch and in memory."""
     at_once, held = limits.at_once, 2 * limits.at_once
     if limits.beside_base:
@@ -83,6 +88,7 @@ def lora_arguments(limits: AdapterLimits, on_cpu: bool) -> dict[str, Any]:
         "max_lora_rank": lora_rank_limit(limits.rank),
         "max_loras": at_once,
         "max_cpu_loras": held,
+        "long_prefill_token_threshold": min(SCORED_TOKENS, context) if limits.scores_prompts else 0,
     }
 
 

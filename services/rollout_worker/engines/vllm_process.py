@@ -327,7 +327,7 @@ class VllmProcess:
         if self._adapters is not None:
             self.separate_because = why_separate(self.model, config, self._adapters, self._dtype, on_cpu)
             self.merges = not self.separate_because and self._adapters.serving != "adapter"
-            arguments |= {} if self.merges else lora_arguments(self._adapters, on_cpu)
+            arguments |= {} if self.merges else lora_arguments(self._adapters, on_cpu, self.context_length)
         if on_cpu:
             arguments |= {
                 "enforce_eager": True,

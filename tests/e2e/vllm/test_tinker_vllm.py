@@ -84,7 +84,7 @@ async def sampler(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Sam
             "name": "server",
             "kind": "tinker",
             "model": {"base": str(base)},
-            "rollout": {"context_length": 512},
+            "rollout": {"context_length": 1024},
             "tinker": {"max_adapters": 2, "max_rank": 8, "max_concurrent": 16},
         }
     )
@@ -135,24 +135,28 @@ async def test_an_evicted_adapter_comes_back_and_nothing_under_way_loses_its_own
 
 
 async def test_prompts_and_likeliest_tokens_are_told_at_temperature_1_next_to_samples(sampler: Sampler) -> None:
+    from opentinker.services.rollout_worker.engines.vllm_config import SCORED_TOKENS
+
     asked = {"prompt_logprobs": True, "likely_prompt": 5, "likely": 3, "params": HOT}
     names = ["", "a", "b"]
+    prompt = LONG * 5  # which is computed in two passes
+    assert len(prompt) > SCORED_TOKENS
     plain = [sampler.draw(name, LONG, params=HOT) for name in names]
-    results = await asyncio.gather(*(sampler.draw(name, LONG, count=2, **asked) for name in names), *plain)
+    results = await asyncio.gather(*(sampler.draw(name, prompt, count=2, **asked) for name in names), *plain)
     for name, result in zip(names, results, strict=False):
-        truth = sampler.truth(name, LONG)[:-1]
+        truth = sampler.truth(name, prompt)[:-1]
         said = np.frombuffer(result.prompt_logprobs, "<f4")
-        assert len(said) == len(LONG) and np.isnan(said[0])
-        assert np.allclose(said[1:], truth.gather(-1, torch.tensor(LONG[1:])[:, None])[:, 0], atol=TOLERANCE)
+        assert len(said) == len(prompt) and np.isnan(said[0])
+        assert np.allclose(said[1:], truth.gather(-1, torch.tensor(prompt[1:])[:, None])[:, 0], atol=TOLERANCE)
         likely = result.likely_prompt
-        assert likely is not None and (likely.k, likely.length) == (5, len(LONG))
+        assert likely is not None and (likely.k, likely.length) == (5, len(prompt))
         ids = torch.tensor(np.frombuffer(likely.ids, "<i4").reshape(-1, 5)[1:].copy()).long()
         values = np.frombuffer(likely.logprobs, "<f4").reshape(-1, 5)[1:]
         assert np.allclose(values, truth.topk(5).values, atol=TOLERANCE)
         assert np.allclose(values, truth.gather(-1, ids), atol=TOLERANCE)
         for one in result.sequences:
             assert one.likely is not None and one.likely.length == len(tokens(one))
-            drawn = sampler.truth(name, LONG + tokens(one), 0.7)[len(LONG) - 1 : -1]
+            drawn = sampler.truth(name, prompt + tokens(one), 0.7)[len(prompt) - 1 : -1]
             found = np.frombuffer(one.likely.logprobs, "<f4").reshape(-1, 3)
             assert np.allclose(found, drawn.topk(3).values, atol=TOLERANCE)
 
