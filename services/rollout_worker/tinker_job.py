@@ -84,7 +84,7 @@ class TinkerJob:
             requests = await self.bus.consume(
                 SAMPLE,
                 f"sample-{self.lease.job}",
-                batch=self.spec.tinker.max_concurrent,
+                batch=1,  # a request may fill all places: none is taken before there is one
                 ack_wait_s=self.ack_wait_s,
                 job=self.lease.job,
             )
@@ -120,12 +120,11 @@ class TinkerJob:
     async def _claim_loop(self, requests: Consumer[SampleRequest]) -> None:
         """Consumes SAMPLE, starts sample tasks. Returns when the service is stopping or the worker is taken back."""
         while not self.worker.ending:
-            free = self.spec.tinker.max_concurrent - self.open
-            if free <= 0:
+            if self.open >= self.spec.tinker.max_concurrent:
                 self.place.clear()
                 await wait_event(self.place, 0.5)
                 continue
-            delivery = await requests.next(0.5, limit=free)
+            delivery = await requests.next(0.5, limit=1)
             if delivery is None:
                 continue
             self.open += 1 if delivery.noun is None else max(1, delivery.noun.count)

@@ -27,7 +27,7 @@ def problem_of(
     request: SampleRequest, prompt: Sequence[int], *, context_length: int, vocab_size: int, simulated: bool
 ) -> str:
     """Return why the request cannot be carried out, and what to do; empty if it can."""
-    params, likely = request.params, max(request.likely, request.likely_prompt)
+    params, likely = request.params, (request.likely, request.likely_prompt)
     odd = [id for id in (*prompt, *(params.stop_ids or ())) if not 0 <= id < vocab_size]
     checks = [
         (not prompt, "the prompt has no tokens: send at least one"),
@@ -57,11 +57,12 @@ def problem_of(
         (params.top_k < -1, f"top_k is {params.top_k}: it can be -1 (all tokens), or the number of tokens"),
         ("" in (params.stop or ()), "stop has an empty string, which would end every sample: leave it out"),
         (
-            not 0 <= likely <= MAX_LIKELY,
-            f"{likely} of the likeliest tokens are asked for at each place: ask for {MAX_LIKELY} at most",
+            min(likely) < 0 or max(likely) > MAX_LIKELY,
+            f"{min(likely) if min(likely) < 0 else max(likely)} of the likeliest tokens are asked for at each place: "
+            f"ask for {MAX_LIKELY} at most",
         ),
         (
-            simulated and bool(params.stop or likely),
+            simulated and bool(params.stop or max(likely)),
             "the simulated engine (rollout.engine = 'toy') has neither stop strings nor likeliest tokens: leave them "
             "out",
         ),

@@ -148,7 +148,6 @@ async def test_a_bad_directory_is_refused_and_evicts_nothing(bench: Bench) -> No
         await bench.use("d")
     assert bench.engine.calls == ["+a", "+b"]
     bench.engine.problem = EngineError("no module q_proj")
-    (bench.place / "e").mkdir()
     with pytest.raises(AdapterRefused, match="no module q_proj"):
         await bench.use("a", version="2")
     bench.engine.problem = None
