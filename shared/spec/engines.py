@@ -137,15 +137,25 @@ def engine_policies(spec: JobSpec) -> list[EnginePolicy]:
 
 def bank_of(spec: Mapping[str, Any]) -> str:
     """Return what jobs must have in common to share a trainer, from a stored spec; empty if its trainer is its own."""
-    if spec["resources"].get("trainer") != "shared":
-        return ""
+    return base_of(spec) if spec["resources"].get("trainer") == "shared" else ""
+
+
+def base_of(spec: Mapping[str, Any]) -> str:
+    """Return how the base of a shared trainer for this stored spec is called."""
     return f"{spec['model']['base']} in {spec['model']['dtype']}"
+
+
+def may_share(spec: JobSpec) -> bool:
+    """Return whether the job could have a shared trainer, as far as its spec tells."""
+    return spec.kind != "tinker" and not _unshareable(spec)
 
 
 def settle_shared(spec: JobSpec) -> list[dict[str, Any]]:
     """Mistakes in what a job with a shared trainer cannot have."""
-    if spec.resources.trainer != "shared" or spec.kind == "tinker":
-        return []
+    return _unshareable(spec) if spec.resources.trainer == "shared" and spec.kind != "tinker" else []
+
+
+def _unshareable(spec: JobSpec) -> list[dict[str, Any]]:
     model, train, lora = spec.model, spec.train, spec.model.lora
     own = "take resources.trainer = 'own'"
     critic = spec.kind == "rl" and spec.algorithm.advantage == "gae" and spec.value_model is None

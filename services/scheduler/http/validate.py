@@ -17,6 +17,8 @@ from opentinker.services.scheduler.http.errors import json_response
 from opentinker.services.scheduler.http.route_decorator import Choice, Route
 from opentinker.services.scheduler.http.spec_body import read_spec
 from opentinker.services.scheduler.jobs.check_environment import EnvironmentCheck
+from opentinker.services.scheduler.jobs.check_model import resolved_base
+from opentinker.services.scheduler.jobs.choose_trainer import choose_trainer
 from opentinker.services.scheduler.jobs.disk_threads import on_disk
 from opentinker.services.scheduler.jobs.submit import Mistakes, check_references, kept_idle_s
 from opentinker.services.scheduler.placement import forecast
@@ -94,11 +96,19 @@ async def report_on(ctx: Context, data: Any, tenant: str, scope: str = "all") ->
         return _report([], [named])
     checks, messages = await _checks_of(ctx, spec, tenant, asked) if scope == "all" else ([], [])
     checks.insert(0, named)
-    checks += await forecast.forecast_start(ctx, spec, tenant)
+    checks += await forecast.forecast_start(ctx, await _placed(ctx, spec), tenant)
     jobs = 1 if sweep is None else sweep.most_jobs
     if sweep is not None:
         checks.insert(1, check("sweep", f"{sweep.size}; the checks below are for the first one"))
     return _report([], checks, messages, await estimate(ctx, spec, tenant, jobs))
+
+
+async def _placed(ctx: Context, spec: JobSpec) -> JobSpec:
+    """Return the spec with its trainer chosen, as it would be submitted."""
+    base = await on_disk(ctx, resolved_base, spec.model.base)
+    placed = spec.model_copy(update={"model": spec.model.model_copy(update={"base": base})})
+    trainer = await choose_trainer(ctx, placed, placed.model_dump(mode="json"))
+    return placed.model_copy(update={"resources": spec.resources.model_copy(update={"trainer": trainer})})
 
 
 def _read(data: Any) -> tuple[JobSpec, Sweep | None]:

@@ -37,7 +37,7 @@ async def check_model(ctx: Context, spec: JobSpec | None) -> Mistakes:
     models |= {f"policies.{name}.model": policy.model for name, policy in spec.policies.items()}
     found: list[tuple[str, Any, str]] = []
     for field, model in models.items():
-        config = await on_disk(ctx, _config_of, model.base)
+        config = await on_disk(ctx, config_of, model.base)
         problem = unsupported_family(config, served=served)
         if not problem and served and await _only_cpus(ctx, spec):
             problem = unsupported_on_cpu(config)
@@ -50,12 +50,12 @@ async def check_model(ctx: Context, spec: JobSpec | None) -> Mistakes:
             found.append((f"{field}.train_vision", True, problem))
     if spec.teacher is not None:
         teacher = spec.teacher.base
-        problem = unsupported_family(await on_disk(ctx, _config_of, teacher), served=False)
+        problem = unsupported_family(await on_disk(ctx, config_of, teacher), served=False)
         found.append(("teacher.base", teacher, problem))
     return [{"field": field, "value": value, "problem": problem} for field, value, problem in found if problem]
 
 
-def _config_of(base: str) -> dict[str, Any]:
+def config_of(base: str) -> dict[str, Any]:
     path = local_path(base)
     return {} if path is None else read_config(path)
 

@@ -25,6 +25,7 @@ from opentinker.services.scheduler.jobs import (
 from opentinker.services.scheduler.jobs import check_start_checkpoint as starting
 from opentinker.services.scheduler.jobs.check_dataset import absolute, check_data
 from opentinker.services.scheduler.jobs.check_gpus import check_gpus
+from opentinker.services.scheduler.jobs.choose_trainer import choose_trainer
 from opentinker.services.scheduler.jobs.disk_threads import ReferencesAway, on_disk
 from opentinker.services.scheduler.notifications.delivery import check_notify
 from opentinker.shared.config import Settings
@@ -89,6 +90,7 @@ async def submit(
         raise SpecError(mistakes)
     plain = spec.model_dump(mode="json")
     await on_disk(ctx, _make_absolute, plain, spec)
+    plain["resources"]["trainer"] = await choose_trainer(ctx, spec, plain)
     if spec.kind == "inference":
         plain["serving"]["idle_s"] = kept_idle_s(spec, ctx.settings)
     asked = found.asked

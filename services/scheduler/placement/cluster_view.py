@@ -154,7 +154,7 @@ class Cluster:
         free = {pool: [w.id for w in alive[pool] if w.id not in self._leases and _is_idle(w)] for pool in LEASED}
         counted = {pool: [w.id for w in alive[pool] if w.id not in self._overdue] for pool in LEASED}
         busy = {w.id for w in ours if w.id not in self._leases and not _is_idle(w) and w.status != "draining"}
-        bases, unopened = shared_bases(ours, self._leases.values(), jobs)
+        bases, unopened = shared_bases(ours, self._leases.values(), jobs, now - rules.reserve_after_s)
         gpus = {w.id: described(w.gpus, w.max_ranks, bases.get(w.id)) for w in ours if w.gpus or w.max_ranks or w.bank}
         free[Pool.TRAINER] = [id for id in free[Pool.TRAINER] if id not in unopened]
         gpus |= {id: slot.gpus for id, slot in on_their_way.items() if slot.gpus != NO_GPUS}

@@ -26,7 +26,8 @@ CANDIDATE = "(this job)"
 
 
 async def forecast_start(ctx: Context, spec: JobSpec, tenant: str) -> list[Check]:
-    """A check for each pool that it needs workers of, and one of the queue."""
+    """A check for each pool that it needs workers of, and one of the queue. `spec`: with resolved paths, and without
+    `resources.trainer = "auto"`."""
     workers, leases = await ctx.store.workers(), await ctx.store.leases()
     cluster, candidate = Cluster(workers, leases), _record(spec, tenant, time.time())
     taken = {lease.worker for lease in leases}

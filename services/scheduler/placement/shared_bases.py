@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 from opentinker.shared.spec.engines import bank_of
-from opentinker.shared.types.core import JobRecord, Lease, Pool, WorkerInfo
+from opentinker.shared.types.core import ENDLESS, JobRecord, JobState, Lease, Pool, WorkerInfo
 
 UNCLEAR = "?"
 """Base of a process in transition: no job needs it."""
 
 
 def shared_bases(
-    workers: Iterable[WorkerInfo], leases: Iterable[Lease], jobs: Sequence[JobRecord]
+    workers: Iterable[WorkerInfo], leases: Iterable[Lease], jobs: Sequence[JobRecord], waits_since: float
 ) -> tuple[dict[str, str], set[str]]:
     """Return the base of each worker in such a process (`Gpus.base`), and those to which nothing may be given yet.
 
-    The first job of a process decides which base it loads: until then one worker of it alone may have a job.
+    The first job of a process decides which base it loads: until then one worker of it alone may have a job. If a job
+    of another base is in the queue since before `waits_since`, the process with the fewest jobs gets no more of them,
+    and is for that base when they have ended.
     """
     wanted = {job.id: bank_of(job.spec) for job in jobs}
     lost = _lost_bases(jobs, leases := list(leases), wanted)
@@ -26,15 +28,46 @@ def shared_bases(
         if worker.bank:
             processes.setdefault(worker.bank, []).append(worker)
     bases, unopened = dict[str, str](), set[str]()
-    for members in processes.values():
-        found = {base for one in members if (base := _base(one, leased.get(one.id), wanted))}
-        base = found.pop() if len(found) == 1 else UNCLEAR if found else ""
-        if not found and lost:
+    of_process = {name: _base_of(members, leased, wanted) for name, members in processes.items()}
+    due = _due_base(jobs, wanted, of_process.values(), waits_since)
+    drained = _drained(processes, leased, of_process, {job.id for job in jobs if job.kind in ENDLESS}) if due else ""
+    for name, members in processes.items():
+        base = of_process[name]
+        if not base and lost:
             base = lost.pop(0)
+        elif not base and due:
+            base, due, drained = due, "", ""
         bases |= {one.id: base for one in members}
-        if not found and not base:
+        if not base:
             unopened |= {one.id for one in members[1:]}
+    if drained:
+        unopened |= {one.id for one in processes[drained] if one.id not in leased}
     return bases, unopened
+
+
+def _base_of(members: Sequence[WorkerInfo], leased: Mapping[str, Lease], wanted: Mapping[str, str]) -> str:
+    """Return the base that a process trains; empty if it trains nothing."""
+    found = {base for one in members if (base := _base(one, leased.get(one.id), wanted))}
+    return found.pop() if len(found) == 1 else UNCLEAR if found else ""
+
+
+def _due_base(jobs: Sequence[JobRecord], wanted: Mapping[str, str], present: Iterable[str], waits_since: float) -> str:
+    """Return the base of the first queued job that has waited long while no process trains it; empty if none has."""
+    queued = [job for job in jobs if job.state == JobState.QUEUED and wanted[job.id] and job.since < waits_since]
+    first = min(queued, key=lambda job: (-job.spec["resources"].get("priority", 0), job.created), default=None)
+    return "" if first is None or wanted[first.id] in set(present) else wanted[first.id]
+
+
+def _drained(
+    processes: Mapping[str, Sequence[WorkerInfo]],
+    leased: Mapping[str, Lease],
+    bases: Mapping[str, str],
+    endless: Container[str],
+) -> str:
+    """Return the process with the fewest jobs, among those whose jobs all have an end."""
+    held = {name: [leased[one.id].job for one in members if one.id in leased] for name, members in processes.items()}
+    ends = [name for name, jobs in held.items() if bases[name] != UNCLEAR and not any(job in endless for job in jobs)]
+    return min(ends, key=lambda name: (len(held[name]), name), default="")
 
 
 def _lost_bases(jobs: Sequence[JobRecord], leases: Sequence[Lease], wanted: dict[str, str]) -> list[str]:
@@ -45,7 +78,7 @@ def _lost_bases(jobs: Sequence[JobRecord], leases: Sequence[Lease], wanted: dict
     return [base for base in dict.fromkeys(begun) if base and base not in alive]
 
 
-def _base(worker: WorkerInfo, lease: Lease | None, wanted: dict[str, str]) -> str:
+def _base(worker: WorkerInfo, lease: Lease | None, wanted: Mapping[str, str]) -> str:
     """Return the base that the worker's job trains; empty without a job."""
     if lease is not None and (base := wanted.get(lease.job)):
         return base

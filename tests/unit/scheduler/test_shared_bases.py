@@ -42,8 +42,10 @@ def leases(job: str, worker: WorkerInfo) -> Lease:
     return Lease(job=job, worker=worker.id, incarnation=worker.incarnation, epoch=1, pool=TRAINER)
 
 
-def placed(found: list[WorkerInfo], jobs: list[JobRecord], held: list[Lease] | None = None) -> PlacementPlan:
-    view = Cluster(found, held or []).view(jobs, now=10.0, limits={}, used={}, rules=Rules())
+def placed(
+    found: list[WorkerInfo], jobs: list[JobRecord], held: list[Lease] | None = None, now: float = 10.0
+) -> PlacementPlan:
+    view = Cluster(found, held or []).view(jobs, now=now, limits={}, used={}, rules=Rules())
     return plan(view)
 
 
@@ -119,3 +121,27 @@ def test_a_process_that_comes_back_is_for_the_jobs_that_it_has_lost() -> None:
     assert chosen(found) == {}
     found = placed(workers("shared-0", "shared-1"), [lost, record("j-2", "b")])
     assert chosen(found) == {"j-2": "shared-1.0"}
+
+
+LONG = Rules().reserve_after_s + 10.0
+
+
+def test_a_process_takes_no_more_jobs_when_one_of_another_base_has_waited_long() -> None:
+    """It then goes to that base as soon as it trains nothing."""
+    found = workers("trainer-0")
+    first, other, later = record("j-1", "a", JobState.RUNNING), record("j-2", "b"), record("j-3", "a")
+    has = [leases("j-1", found[0])]
+    assert chosen(placed(found, [first, other, later], has)) == {"j-3": "trainer-0.1"}
+    assert chosen(placed(found, [first, other, later], has, now=LONG)) == {}
+    assert chosen(placed(found, [other, later], now=LONG)) == {"j-2": "trainer-0.0"}
+    assert chosen(placed(found, [first, later], has, now=LONG)) == {"j-3": "trainer-0.1"}
+
+
+def test_the_process_with_the_fewest_jobs_is_kept_for_another_base_unless_one_of_them_has_no_end() -> None:
+    found = workers("trainer-0", "trainer-1")
+    running = [record(f"j-{n}", "a", JobState.RUNNING) for n in range(3)]
+    has = [leases("j-0", found[0]), leases("j-1", found[1]), leases("j-2", found[3])]
+    waiting = [record("j-8", "b"), record("j-9", "a")]
+    assert chosen(placed(found, [*running, *waiting], has, now=LONG)) == {"j-9": "trainer-0.2"}
+    endless = [*running[:2], msgspec.structs.replace(running[2], kind="tinker")]
+    assert chosen(placed(found, [*endless, *waiting], has, now=LONG)) == {"j-9": "trainer-1.1"}
