@@ -15,3 +15,4 @@ from opentinker.shared.api_types.keys import *
 from opentinker.shared.api_types.observability import *
 from opentinker.shared.api_types.server import *
 from opentinker.shared.api_types.sweeps import *
+from opentinker.shared.api_types.tinker import *

@@ -17,7 +17,7 @@ class JobSummary(TypedDict):
     tags: list[str]
     notes: str
     kind: str
-    """rl, sft, dpo, inference or eval."""
+    """rl, sft, dpo, eval, inference or tinker."""
     tenant: str
     key: str
     """Id of the API key, or name of the user, that submitted it; empty where the server asks for neither."""

@@ -53,6 +53,7 @@ from opentinker.services.scheduler.login.oidc_api import OidcApi
 from opentinker.services.scheduler.login.sessions_api import SessionsApi
 from opentinker.services.scheduler.streams.credentials_api import StreamCredentialsApi
 from opentinker.services.scheduler.sweeps.sweeps_api import SweepsApi
+from opentinker.services.scheduler.tinker.models_api import ModelsApi
 from opentinker.shared import api_types
 from opentinker.shared.messaging.subjects import STREAMS, WAKE
 from opentinker.shared.runtime.service import Context
@@ -77,6 +78,7 @@ class Api:
             StreamCredentialsApi(jobs),
             ObservabilityApi(jobs),
             DiagnosisApi(jobs),
+            ModelsApi(jobs),
             RowsApi(jobs),
             ArtifactsApi(jobs),
             CheckpointRegistryApi(jobs),

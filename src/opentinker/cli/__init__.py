@@ -21,6 +21,7 @@ from opentinker.cli import (
     jobs,
     keys,
     logs,
+    models,
     observability,
     rows,
     run,
@@ -47,7 +48,7 @@ for command in (
     *(job_list.jobs, job_list.label, job_list.cancel, job_record.job, sweeps.sweep, sweeps.sweeps),
     *(plan.plan, validate.validate, run.run),
     *(artifacts.checkpoints, artifacts.download, artifacts.artifacts, artifacts.delete, artifacts.publish),
-    *(artifacts.unpublish, artifacts.published, rows.rows, sink.sink, chat.chat),
+    *(artifacts.unpublish, artifacts.published, rows.rows, models.models, sink.sink, chat.chat),
     *(observability.rollouts, observability.distributions, observability.usage, observability.why),
     *(keys.whoami, keys.webhook_secret, keys.share),
 ):

@@ -72,7 +72,7 @@ def checkpoints(
             one["checkpoint"],
             one["job_name"],
             ago(one["created"]),
-            _size(one["bytes"]),
+            size_of(one["bytes"]),
             one["weights"] if one["lora_rank"] is None else f"lora, rank {one['lora_rank']}",
             ", ".join(one["published"]) or "-",
             "\n".join(_evaluated(evaluation, sort or "") for evaluation in one["evaluations"]) or "-",
@@ -95,7 +95,7 @@ def _print_checkpoints_of(api: Client, job_id: str, policy: str, as_json: bool) 
         {**c, "evaluations": [one for one in evaluations if one["step"] == c["step"]]} for c in found
     ]
     rows = [
-        [c["step"], _size(c["bytes"]), ago(c["created"]), "\n".join(_evaluated(one) for one in c["evaluations"])]
+        [c["step"], size_of(c["bytes"]), ago(c["created"]), "\n".join(_evaluated(one) for one in c["evaluations"])]
         for c in whole
     ]
     columns = ["step", "size", "created", "evaluations"]
@@ -179,10 +179,10 @@ def artifacts(
         print_json({"files": [str(path) for path in paths]}) if as_json else say("\n".join(map(str, paths)))
         return
     found = api.artifacts(part_id(job_id, policy))
-    rows = [[entry["path"], entry["kind"], _size(entry["bytes"]), ago(entry["created"])] for entry in found]
+    rows = [[entry["path"], entry["kind"], size_of(entry["bytes"]), ago(entry["created"])] for entry in found]
     print_found(found, as_json, ["path", "kind", "size", "created"], rows, empty="no files yet")
     if found and not as_json:
-        say(f"{plural(len(found), 'file')}, {_size(sum(entry['bytes'] for entry in found))}: {_kinds(found)}")
+        say(f"{plural(len(found), 'file')}, {size_of(sum(entry['bytes'] for entry in found))}: {_kinds(found)}")
 
 
 def delete(
@@ -201,7 +201,7 @@ def delete(
     if policy and everything:
         raise UsageError("--all deletes what all policies left: leave --policy out")
     gone = client(url).delete_artifacts(part_id(job_id, policy), step)
-    print_json(gone) if as_json else say(f"{_size(gone['bytes'])} of job {job_id} deleted")
+    print_json(gone) if as_json else say(f"{size_of(gone['bytes'])} of job {job_id} deleted")
 
 
 def publish(
@@ -224,7 +224,7 @@ def unpublish(name: Name, url: Url = None, as_json: AsJson = False) -> None:
 def published(url: Url = None, as_json: AsJson = False) -> None:
     """List the published checkpoints of your tenant."""
     found = client(url).published()
-    rows = [[one["name"], one["checkpoint"], _size(one["bytes"]), ago(one["created"])] for one in found]
+    rows = [[one["name"], one["checkpoint"], size_of(one["bytes"]), ago(one["created"])] for one in found]
     columns = ["name", "checkpoint", "size", "published"]
     print_found(found, as_json, columns, rows, empty="no published checkpoints")
 
@@ -234,8 +234,8 @@ def _kinds(found: Sequence[Artifact]) -> str:
     sizes: dict[str, list[int]] = {}
     for entry in found:
         sizes.setdefault(entry["kind"], []).append(entry["bytes"])
-    return ", ".join(f"{len(of)} {kind} ({_size(sum(of))})" for kind, of in sorted(sizes.items()))
+    return ", ".join(f"{len(of)} {kind} ({size_of(sum(of))})" for kind, of in sorted(sizes.items()))
 
 
-def _size(count: int) -> str:
+def size_of(count: int) -> str:
     return f"{count / 1e6:.1f} MB" if count >= 100_000 else f"{count / 1e3:.1f} kB"

@@ -31,7 +31,7 @@ HEADINGS = {
     "Sweeps": "sweep sweeps",
     "Job specs": "init spec validate plan algorithms",
     "Results": "checkpoints download artifacts delete publish unpublish published rollouts transcripts distributions "
-    "rows usage sink",
+    "rows models usage sink",
     "Use": "chat env script",
     "Keys": "whoami keys share webhook-secret audit",
     "Help": "help",

@@ -118,6 +118,7 @@ class Client:
     log_lines = blocking(AsyncClient.log_lines)
     logs = iterating(AsyncClient.logs)
     rollouts = blocking(AsyncClient.rollouts)
+    job_models = blocking(AsyncClient.job_models)
     transcripts = blocking(AsyncClient.transcripts)
     distributions = blocking(AsyncClient.distributions)
     rows = blocking(AsyncClient.rows)

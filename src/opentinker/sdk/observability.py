@@ -18,6 +18,7 @@ from opentinker.shared.api_types import (
     Job,
     LogLine,
     Rollouts,
+    ServedModels,
     StreamCredentials,
     TimelinePart,
     Usage,
@@ -89,6 +90,12 @@ class ObservabilityCalls:
         asked = {name: str(value) for name, value in query.items() if value not in (None, "")}
         asked |= {"offset": str(offset), "limit": str(limit)}
         return await self._http.json(DataRows, "GET", path_of(id, "/rows"), query_of(id, **asked))
+
+    async def job_models(self, id: str, *, offset: int = 0, limit: int = 100) -> ServedModels:
+        """Return the models of your tenant's clients on a Tinker server, the last used first: progress, checkpoints,
+        and what their commands wait for. Of other tenants' models the server's tenant gets numbers alone."""
+        asked = {"offset": str(offset), "limit": str(limit)}
+        return await self._http.json(ServedModels, "GET", path_of(id, "/models"), asked)
 
     async def timeline(self, id: str, after: int = 0, *, last_s: int = 0) -> list[TimelinePart]:
         """Return the activity of the job's workers: a part per worker and second, oldest first, with its `segments`

@@ -269,7 +269,7 @@ async def test_the_openapi_document_tells_the_fields_of_answers(client: AsyncCli
     answer = document["paths"]["/v1/jobs/{id}"]["get"]["responses"]["200"]
     assert answer["content"]["application/json"]["schema"]["$ref"] == "#/components/schemas/Job"
     assert {"id", "state", "ledger"} <= set(schemas["Job"]["required"]) and "result" not in schemas["Job"]["required"]
-    assert schemas["Job"]["properties"]["kind"]["description"] == "rl, sft, dpo, inference or eval."
+    assert schemas["Job"]["properties"]["kind"]["description"] == "rl, sft, dpo, eval, inference or tinker."
     assert schemas["Ledger"]["properties"]["balanced"]["description"]
     assert schemas["PushedEnvironment"]["properties"]["class"]["description"] == "`module:Class`."
     answers_of_ours = [name for name in schemas if hasattr(answers, name)]
