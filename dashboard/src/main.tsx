@@ -95,7 +95,7 @@ function View({ shared }: { shared: string[] }): JSX.Element {
   if (view === "sweeps") return id ? <SweepView key={id} id={id} /> : <Sweeps />;
   if (view === "checkpoints") return <Models />;
   if (view === "submit") return <Submit from={id ?? ""} step={part ?? ""} />;
-  if (view === "jobs" && id) return <JobView key={id} id={id} part={part ?? "curves"} at={at ?? ""} />;
+  if (view === "jobs" && id) return <JobView key={id} id={id} part={part ?? ""} at={at ?? ""} />;
   if (view === undefined || view === "jobs") return <Jobs />;
   return (
     <section class="card">

@@ -14,6 +14,7 @@ const COMMON: Record<string, string[]> = {
   dpo: ["name", "model.base", "data.path", "data.batch_size", "data.epochs", "train.steps", "train.lr", "model.lora.rank"],
   eval: ["name", "model.base", "environment.name", "evaluation.episodes", "evaluation.samples", "rollout.max_tokens"],
   inference: ["name", "model.base", "resources.rollout_workers", "serving.idle_s"],
+  tinker: ["name", "model.base", "tinker.max_rank", "tinker.max_adapters", "tinker.tokens_per_minute", "resources.rollout_workers"],
 }; // prettier-ignore
 
 interface Props {

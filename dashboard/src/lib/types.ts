@@ -252,6 +252,8 @@ export interface Me {
 export type Json = null | boolean | number | string | Json[] | { [name: string]: Json };
 
 export const FINAL = ["succeeded", "failed", "cancelled"];
+/** Kinds of jobs that serve requests until they are completed or cancelled. */
+export const ENDLESS = ["inference", "tinker"];
 
 /** An eval job that played a checkpoint, or the evaluation that its own job made while it trained. */
 export interface Evaluation {

@@ -6,6 +6,7 @@ import { Chart, type Look } from "../../chart.tsx";
 import { useAsked } from "../../hooks.ts";
 import { job as path } from "../../lib/api.ts";
 import { Follow } from "../../lib/live/follow.ts";
+import { MODEL_PANELS } from "../../lib/curves/models.ts";
 import { PANELS, single, type Panel } from "../../lib/curves/panels.ts";
 import { ALL, linesOf, namesOf, partsOf } from "../../lib/curves/policies.ts";
 import { rewinds, REWOUND, type Mark } from "../../lib/curves/rewinds.ts";
@@ -25,7 +26,7 @@ export function Curves({ job, follow }: { job: JobDetail; follow: Follow }): JSX
   const [more, setMore] = useState<string[]>([]);
   const [policy, setPolicy] = useState(ALL);
   const others = useFollows(compared);
-  const panels = useMemo(() => [...PANELS, ...more.map(single)], [more]);
+  const panels = useMemo(() => [...(job.kind === "tinker" ? MODEL_PANELS : []), ...PANELS, ...more.map(single)], [job.kind, more]);
   const change = (part: Partial<Look>): void => setLook({ ...look, ...part });
   const version = follow.joined.version;
   const all = useMemo(() => namesOf(follow.joined), [version === 0, Math.floor(version / 200), follow]);
@@ -75,6 +76,7 @@ export function Curves({ job, follow }: { job: JobDetail; follow: Follow }): JSX
 function noMetrics(job: Job): string {
   if (FINAL.includes(job.state)) return `This job ended without metrics (${job.state}). See its log.`;
   if (job.kind === "inference") return "No metrics before the first request.";
+  if (job.kind === "tinker") return "No metrics before the first pass of a client.";
   return `No metrics before the first ${job.kind === "eval" ? "result" : "step"}.`;
 }
 

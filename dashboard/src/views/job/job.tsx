@@ -9,11 +9,12 @@ import { sizeOf } from "../../lib/live/join.ts";
 import { secondsLeft } from "../../lib/jobs/pace.ts";
 import { advances, partsOf } from "../../lib/curves/policies.ts";
 import type { Metrics } from "../../lib/curves/series.ts";
-import { FINAL, type JobDetail } from "../../lib/types.ts";
+import { ENDLESS, FINAL, type JobDetail } from "../../lib/types.ts";
 import { ago, counted, duration, moment } from "../../lib/words.ts";
 import { Empty, Facts, Progress, Said, State } from "../../parts.tsx";
 import { Chat } from "./chat.tsx";
 import { Checkpoints } from "./checkpoints.tsx";
+import { ClientModels } from "./client-models.tsx";
 import { Config } from "./config.tsx";
 import { Curves } from "./curves.tsx";
 import { Data } from "./data.tsx";
@@ -29,7 +30,7 @@ const PACE = 20;
 const HEAD_S = 5;
 const TELLS: Beside[] = ["events"];
 
-/** `at`: the step that a part begins with, if it has steps. */
+/** `part` empty: the first one. `at`: the step that a part begins with, if it has steps. */
 export function JobView({ id, part, at }: { id: string; part: string; at: string }): JSX.Element {
   const { value: job, problem, again } = useAsked<JobDetail>(path(id), HEAD_S);
   const follow = useFollow(job ? id : null);
@@ -43,11 +44,13 @@ export function JobView({ id, part, at }: { id: string; part: string; at: string
     return () => void (document.title = "OpenTinker");
   }, [job?.name]);
   if (!job) return problem ? <Said problem={problem} /> : <Empty>…</Empty>;
+  const shown = part || (job.kind === "tinker" ? "models" : "curves");
   const tabs: [string, string][] = [
+    ...(job.kind === "tinker" ? ([["models", "Models"]] as [string, string][]) : []),
     ["curves", "Curves"],
     ["timeline", "Timeline"],
     ...(["rl", "eval"].includes(job.kind) ? ([["episodes", "Episodes"]] as [string, string][]) : []),
-    ...(job.kind === "inference" ? [] : ([["data", "Data"]] as [string, string][])),
+    ...(ENDLESS.includes(job.kind) ? [] : ([["data", "Data"]] as [string, string][])),
     ["log", "Log"],
     ["config", "Config"],
     ...(job.kind === "inference" ? ([["chat", "Chat"]] as [string, string][]) : []),
@@ -60,20 +63,21 @@ export function JobView({ id, part, at }: { id: string; part: string; at: string
       {job.result && <Results result={job.result} />}
       <nav class="tabs" aria-label="Parts of the job">
         {tabs.map(([name, text]) => (
-          <a key={name} href={`#/jobs/${id}/${name}`} aria-current={part === name ? "page" : undefined}>
+          <a key={name} href={`#/jobs/${id}/${name}`} aria-current={shown === name ? "page" : undefined}>
             {text}
           </a>
         ))}
       </nav>
-      {part === "curves" && follow && <Curves job={job} follow={follow} />}
-      {part === "timeline" && <Why job={job} />}
-      {part === "timeline" && follow && <Timeline job={job} follow={follow} />}
-      {part === "episodes" && <Episodes key={at} job={job} follow={follow} at={at} />}
-      {part === "data" && <Data job={job} />}
-      {part === "log" && <Log job={job} follow={follow} />}
-      {part === "config" && <Config job={job} />}
-      {part === "checkpoints" && <Checkpoints job={job} />}
-      {part === "chat" && <Chat job={job} />}
+      {shown === "models" && job.kind === "tinker" && <ClientModels job={job} />}
+      {shown === "curves" && follow && <Curves job={job} follow={follow} />}
+      {shown === "timeline" && <Why job={job} />}
+      {shown === "timeline" && follow && <Timeline job={job} follow={follow} />}
+      {shown === "episodes" && <Episodes key={at} job={job} follow={follow} at={at} />}
+      {shown === "data" && <Data job={job} />}
+      {shown === "log" && <Log job={job} follow={follow} />}
+      {shown === "config" && <Config job={job} />}
+      {shown === "checkpoints" && <Checkpoints job={job} />}
+      {shown === "chat" && <Chat job={job} />}
     </>
   );
 }
@@ -94,7 +98,7 @@ function Top({ job, follow, again }: { job: JobDetail; follow: Follow | null; ag
         <Actions job={job} again={again} />
       </div>
       <Labels job={job} again={again} />
-      {job.kind !== "inference" && (
+      {!ENDLESS.includes(job.kind) && (
         <div class="line">
           <Progress {...job} />
           {follow && advances(job, follow.joined).map((one) => <Progress key={one.policy} {...one} />)}
@@ -192,7 +196,7 @@ function Actions({ job, again }: { job: JobDetail; again: () => void }): JSX.Ele
   };
   const verbs = [
     ...(["queued", "starting", "running"].includes(job.state) ? ["Pause"] : job.state === "paused" ? ["Resume"] : []),
-    ...(job.kind === "inference" && !over ? ["Complete"] : []),
+    ...(ENDLESS.includes(job.kind) && !over ? ["Complete"] : []),
   ];
   return (
     <span class="actions">

@@ -5,7 +5,7 @@ import { go } from "../../hooks.ts";
 import { secondsLeft } from "../../lib/jobs/pace.ts";
 import { reported } from "../../lib/curves/policies.ts";
 import { sparkline } from "../../lib/jobs/rows.ts";
-import { FINAL, type Job } from "../../lib/types.ts";
+import { ENDLESS, FINAL, type Job } from "../../lib/types.ts";
 import { ago, duration, moment, short } from "../../lib/words.ts";
 import { Progress, State } from "../../parts.tsx";
 
@@ -89,7 +89,7 @@ interface CellProps {
 
 const CELLS: Record<string, (props: CellProps) => JSX.Element> = {
   State: ({ job }) => <State state={job.state} />,
-  Progress: ({ job }) => (job.kind === "inference" ? <small class="dim">serves</small> : <Progress {...job} />),
+  Progress: ({ job }) => (ENDLESS.includes(job.kind) ? <small class="dim">serves</small> : <Progress {...job} />),
   Last: ({ job }) => (
     <>
       {reported(job).map(([name, value]) => (
