@@ -16,6 +16,7 @@
     disconnect  closes connections of such credentials whose key or job has ended
     keys        closes open requests of revoked and expired keys
     served      produces heartbeats of connected processes that serve environments
+    tinker      hears of answers to clients of the Tinker API; deletes their expired checkpoints
     replicas    answers rollout workers of inference jobs that ask which requests are still wanted
 
 After a kill and restart it continues where it was; running jobs do not notice.
@@ -43,6 +44,7 @@ from opentinker.services.scheduler.streams.disconnect import StreamDisconnector
 from opentinker.services.scheduler.streams.event_feed import EventFeed
 from opentinker.services.scheduler.streams.nats_auth import NatsAuthCallout
 from opentinker.services.scheduler.sweeps.controller import SweepController
+from opentinker.services.scheduler.tinker.gateway import TinkerGateway
 from opentinker.shared.runtime.service import Context, first_failure
 
 
@@ -50,6 +52,7 @@ async def serve(ctx: Context, gateway: Gateway | None = None, replicas: Inferenc
     await register_operator(ctx)
     gate, gateway, replicas = AuthMiddleware(ctx), gateway or Gateway(ctx), replicas or InferenceRouter(ctx)
 
+    tinker = TinkerGateway(ctx)
     launcher = launcher_of(ctx.settings)
 
     def leading(leadership: int) -> dict[str, Coroutine[Any, Any, None]]:
@@ -67,7 +70,7 @@ async def serve(ctx: Context, gateway: Gateway | None = None, replicas: Inferenc
             "notify": Notifier(ctx).run(),
         }
 
-    async with listening(ctx, gate, gateway, replicas):
+    async with listening(ctx, gate, gateway, replicas, tinker):
         ctx.ready()
         await first_failure(
             {
@@ -77,6 +80,7 @@ async def serve(ctx: Context, gateway: Gateway | None = None, replicas: Inferenc
                 "disconnect": StreamDisconnector(ctx).run(),
                 "served": gateway.run(),
                 "replicas": replicas.run(),
+                "tinker": tinker.run(),
                 "stop": ctx.stopping.wait(),
             }
         )

@@ -3,8 +3,11 @@
 Redis keys:
     tinker:session:{id}         the TinkerSession as JSON
     tinker:beat:{id}            exists while the session's client sends heartbeats
+    tinker:finished:{id}        how the session's client says that it ended, as JSON
+    tinker:in:{id}              set of ids of the session's samplers
     tinker:sessions:{tenant}    sorted set of session ids by creation time
-    tinker:model:{id}           hash: record (the TinkerModel as JSON), used (Unix seconds of its last command)
+    tinker:model:{id}           hash: record (the TinkerModel as JSON), used (Unix seconds of its last command),
+                                answered (commands that have an answer), sampler (id of the newest without a name)
     tinker:models:{tenant}      sorted set of model ids by creation time
     tinker:models:of:{job}      set of ids of the models that the job trains
     tinker:progress:{model}     the ModelProgress as JSON
@@ -12,20 +15,28 @@ Redis keys:
     tinker:sampler:{id}         the Sampler as JSON
     tinker:checkpoints:{model}  hash: KIND/NAME -> the TinkerCheckpoint as JSON
     tinker:checkpointed:{tenant}  sorted set of the tenant's checkpoint paths by creation time
+    tinker:expiring             sorted set of checkpoint paths by the Unix time at which they expire
     tinker:answer:{request}     the Answer as JSON; expires
+    tinker:sample:{request}     digest of the body of a request for samples; expires with its answer
+    tinker:secret               what URLs of downloads are signed with
+    tinker:counted:{request}    exists if the tokens of its answer were counted; expires
+    tinker:tokens:{job}:{tenant}:{minute}  tokens that the tenant's requests had in this minute; expires
 """
 
 from __future__ import annotations
 
+import secrets
 import time
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any, Literal, TypeVar
 
 from opentinker.shared.state.redis_script import Script
 from opentinker.shared.types import codec
-from opentinker.shared.types.errors import Conflict, NotFound
+from opentinker.shared.types.errors import Conflict, NotFound, OpenTinkerError
 from opentinker.shared.types.tinker import (
     ANSWER_KEPT_S,
     Answer,
+    Failed,
     ModelProgress,
     Sampler,
     TinkerCheckpoint,
@@ -36,16 +47,28 @@ from opentinker.shared.types.tinker import (
 T = TypeVar("T")
 Owned = TypeVar("Owned", TinkerSession, TinkerModel, Sampler, TinkerCheckpoint)
 
+TRAINED = ":train:"
+"""In the id of a model, and not in that of a sampler."""
 BEAT_S = 300
 """A session without heartbeats for this long has ended."""
 
-# KEYS asked. ARGV: number, digest
+MAX_WAITING = 256
+"""Commands of a model without an answer."""
+
+# KEYS asked, model. ARGV: number, digest, MAX_WAITING
 _ASK = """
 local known = redis.call('HGET', KEYS[1], ARGV[1])
-if known and known ~= ARGV[2] then return 0 end
+if known == ARGV[2] then return 1 end
+if known then return 0 end
+local answered = tonumber(redis.call('HGET', KEYS[2], 'answered') or 0)
+if redis.call('HLEN', KEYS[1]) - answered >= tonumber(ARGV[3]) then return -1 end
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
-return 1
+return 2
 """
+
+
+class TooManyWaiting(OpenTinkerError):
+    """A model has as many commands without an answer as it may."""
 
 
 class TinkerStore:
@@ -68,6 +91,20 @@ class TinkerStore:
 
     async def beat(self, id: str) -> None:
         await self._redis.set(f"tinker:beat:{id}", "1", ex=BEAT_S)
+
+    async def finish(self, id: str, how: str) -> None:
+        """Note how the client of a session ended, as JSON."""
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.set(f"tinker:finished:{id}", how)
+            pipe.delete(f"tinker:beat:{id}")
+            await pipe.execute()
+
+    async def finished(self, id: str) -> str:
+        """Return how the client of a session ended, as JSON; empty: it has not said that it has."""
+        return str(await self._redis.get(f"tinker:finished:{id}") or "")
+
+    async def samplers_in(self, session: str) -> list[str]:
+        return sorted(await self._redis.smembers(f"tinker:in:{session}"))
 
     async def is_alive(self, id: str) -> bool:
         return bool(await self._redis.exists(f"tinker:beat:{id}"))
@@ -121,16 +158,35 @@ class TinkerStore:
         """Return how the model learns; all is 0 before its first command."""
         return await self._read(ModelProgress, f"tinker:progress:{id}") or ModelProgress()
 
-    async def ask(self, model: str, seq: int, digest: str) -> None:
-        """Note the body of a command. Raises Conflict if this number was used with another body."""
-        if not await self._ask(keys=[f"tinker:asked:{model}"], args=[str(seq), digest]):
+    async def ask(self, model: str, seq: int, digest: str) -> bool:
+        """Note the body of a command; return whether it is new. Raises Conflict if this number was used with another
+        body, TooManyWaiting if MAX_WAITING commands have no answer yet."""
+        known = await self._ask(
+            keys=[f"tinker:asked:{model}", f"tinker:model:{model}"], args=[str(seq), digest, str(MAX_WAITING)]
+        )
+        if not known:
             raise Conflict(f"seq_id {seq} of model {model} was used for another request")
+        if known == -1:
+            raise TooManyWaiting(f"{MAX_WAITING} commands of model {model} wait; send more when some have an answer")
+        return bool(known == 2)
 
     # --- samplers and checkpoints -------------------------------------------------------------------------------
 
     async def add_sampler(self, sampler: Sampler) -> None:
-        """Save it; one with this id is replaced."""
-        await self._redis.set(f"tinker:sampler:{sampler.id}", codec.to_json(sampler))
+        """Save it; one with this id is replaced. One of a model's weights without a name is its newest from now on."""
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.set(f"tinker:sampler:{sampler.id}", codec.to_json(sampler))
+            pipe.sadd(f"tinker:in:{sampler.session}", sampler.id)
+            if sampler.model and not sampler.path:
+                pipe.hset(f"tinker:model:{sampler.model}", "sampler", sampler.id)
+            await pipe.execute()
+
+    async def newest_of(self, sampler: Sampler) -> Sampler:
+        """Return the sampler with the model's newest weights, which one that follows them samples with."""
+        if not sampler.follows:
+            return sampler
+        id = await self._redis.hget(f"tinker:model:{sampler.model}", "sampler")
+        return (await self._read(Sampler, f"tinker:sampler:{id}") if id else None) or sampler
 
     async def sampler(self, tenant: str, id: str) -> Sampler:
         """Raises NotFound, for a sampler of another tenant too."""
@@ -142,7 +198,22 @@ class TinkerStore:
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.hset(f"tinker:checkpoints:{checkpoint.model}", field, codec.to_json(checkpoint).decode())
             pipe.zadd(f"tinker:checkpointed:{checkpoint.tenant}", {checkpoint.path: checkpoint.created})
+            if checkpoint.expires:
+                pipe.zadd("tinker:expiring", {checkpoint.path: checkpoint.expires})
+            else:
+                pipe.zrem("tinker:expiring", checkpoint.path)
             await pipe.execute()
+
+    async def expired(self, now: float) -> list[TinkerCheckpoint]:
+        """Return some checkpoints whose time is over."""
+        found = []
+        for path in await self._redis.zrangebyscore("tinker:expiring", 0, now, start=0, num=100):
+            model, _, field = path.removeprefix("tinker://").partition("/")
+            if text := await self._redis.hget(f"tinker:checkpoints:{model}", field):
+                found.append(codec.from_json(TinkerCheckpoint, text))
+            else:
+                await self._redis.zrem("tinker:expiring", path)
+        return found
 
     async def checkpoint(self, tenant: str, model: str, kind: str, name: str) -> TinkerCheckpoint:
         """Raises NotFound, for one of another tenant too unless it is public."""
@@ -167,17 +238,80 @@ class TinkerStore:
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.hdel(f"tinker:checkpoints:{checkpoint.model}", f"{checkpoint.kind}/{checkpoint.name}")
             pipe.zrem(f"tinker:checkpointed:{checkpoint.tenant}", checkpoint.path)
+            pipe.zrem("tinker:expiring", checkpoint.path)
             await pipe.execute()
 
     # --- answers ------------------------------------------------------------------------------------------------
 
     async def answer(self, answer: Answer) -> bool:
         """Keep an answer. Return False, and change nothing, if the request has one."""
-        key = f"tinker:answer:{answer.request}"
-        return bool(await self._redis.set(key, codec.to_json(answer), ex=ANSWER_KEPT_S, nx=True))
+        key, model = f"tinker:answer:{answer.request}", answer.request.partition("#")[0]
+        kept = bool(await self._redis.set(key, codec.to_json(answer), ex=ANSWER_KEPT_S, nx=True))
+        if kept and TRAINED in model:
+            await self._redis.hincrby(f"tinker:model:{model}", "answered", 1)
+        return kept
 
     async def answered(self, request: str) -> Answer | None:
         return await self._read(Answer, f"tinker:answer:{request}")
+
+    async def answers_of(self, model: str) -> int:
+        """Return how many of the model's first commands were answered."""
+        return int(await self._redis.hget(f"tinker:model:{model}", "answered") or 0)
+
+    async def was_asked(self, request: str) -> bool:
+        """Return whether a request is known, or was within ANSWER_KEPT_S if it is for samples."""
+        owner, _, number = request.partition("#")
+        if TRAINED in owner:
+            return bool(await self._redis.hexists(f"tinker:asked:{owner}", number))
+        return bool(await self._redis.exists(f"tinker:sample:{request}"))
+
+    async def which_answered(self, requests: Sequence[str]) -> set[str]:
+        """Return those of these requests that have an answer."""
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for request in requests:
+                pipe.exists(f"tinker:answer:{request}")
+            found = await pipe.execute()
+        return {request for request, there in zip(requests, found, strict=True) if there}
+
+    async def ask_sample(self, request: str, digest: str) -> Literal["new", "known", "again"]:
+        """Note the body of a request for samples. `again`: it is known, and its answer, which is forgotten, says that
+        it was lost. Raises Conflict if its number was used with another body."""
+        key = f"tinker:sample:{request}"
+        known = await self._redis.set(key, digest, ex=ANSWER_KEPT_S, nx=True, get=True)
+        if known is not None and known != digest:
+            raise Conflict(f"the number of {request} was used for another request")
+        if known is None:
+            return "new"
+        answer = await self.answered(request)
+        if answer is None or not isinstance(answer.result, Failed) or not answer.result.lost:
+            return "known"
+        await self._redis.delete(f"tinker:answer:{request}")
+        return "again"
+
+    # --- tokens a minute ----------------------------------------------------------------------------------------
+
+    async def tokens(self, job: str, tenant: str, minute: int) -> int:
+        """Return how many tokens the tenant's requests to a job had in this minute."""
+        return int(await self._redis.get(f"tinker:tokens:{job}:{tenant}:{minute}") or 0)
+
+    async def spend(self, job: str, tenant: str, minute: int, tokens: int) -> None:
+        key = f"tinker:tokens:{job}:{tenant}:{minute}"
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.incrby(key, tokens)
+            pipe.expire(key, 120)
+            await pipe.execute()
+
+    async def once(self, request: str) -> bool:
+        """Return True for the first call of a request alone."""
+        return bool(await self._redis.set(f"tinker:counted:{request}", "1", ex=ANSWER_KEPT_S, nx=True))
+
+    async def secret(self) -> str:
+        """Return what URLs of downloads are signed with, the same for all schedulers."""
+        known = await self._redis.get("tinker:secret")
+        if not known:
+            await self._redis.set("tinker:secret", secrets.token_hex(32), nx=True)
+            known = await self._redis.get("tinker:secret")
+        return str(known)
 
     # --- helpers ------------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ ALPHA = 32.0
 """LoRA alpha of every model: the API has no such setting."""
 
 
+CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
 ANSWER_KEPT_S = 6 * 3600
 """Seconds for which an answer can be read."""
 
@@ -83,10 +84,10 @@ class OptimStep(msgspec.Struct, frozen=True, kw_only=True, tag="optim_step"):
 
 
 class Save(msgspec.Struct, frozen=True, kw_only=True, tag="save"):
-    """`kind`: `weights` (with the optimizer's state) or `sampler_weights`. `name` empty: sampler weights for `sampler`
-    alone, without a name."""
+    """`kind`: `weights` (with the optimizer's state), `sampler_weights`, or `external_weights`, the same for download.
+    `name` empty: sampler weights for `sampler` alone, without a name."""
 
-    kind: Literal["weights", "sampler_weights"]
+    kind: CheckpointKind
     name: str = ""
     sampler: str = ""
     ttl_s: float = 0.0
@@ -94,6 +95,8 @@ class Save(msgspec.Struct, frozen=True, kw_only=True, tag="save"):
     overwrite: bool = False
     follows: bool = False
     """Of `sampler`: it takes later sampler weights of the model, with a name or without."""
+    metadata: dict[str, str] = {}
+    """Of the checkpoint."""
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
@@ -268,7 +271,7 @@ class TinkerCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     tenant: str
-    kind: Literal["weights", "sampler_weights"]
+    kind: CheckpointKind
     name: str
     base: str
     lora: LoraShape

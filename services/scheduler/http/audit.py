@@ -17,7 +17,7 @@ import structlog
 from aiohttp import web
 from prometheus_client import Counter
 
-from opentinker.services.scheduler.http.auth import ACTION, FAILED, PRINCIPAL, TOUCHED
+from opentinker.services.scheduler.http.auth import ACTION, FAILED, PRINCIPAL, TOUCHED, borne_by
 from opentinker.services.scheduler.http.errors import Handler
 from opentinker.services.scheduler.http.rate_limit import TokenBuckets
 from opentinker.services.scheduler.http.route_decorator import route_of
@@ -73,7 +73,7 @@ class Audit:
     async def watch(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         route = route_of(request)
         action = None if route is None else route.action
-        watched = route is not None and (action in WATCHED or route.audited)
+        watched = route is not None and not route.frequent and (action in WATCHED or route.audited)
         try:
             response = await handler(request)
         except asyncio.CancelledError:
@@ -117,7 +117,7 @@ class Audit:
             entry |= {"tenant": principal.tenant, "role": principal.role.value, "key": principal.key}
             entry |= {name: text for name in ("user", "session") if (text := getattr(principal, name))}
         else:
-            claimed = parse(request.headers.get("Authorization", "").partition(" ")[2].strip())
+            claimed = parse(borne_by(request).partition(" ")[2].strip())
             entry |= {"claimed_key": "" if claimed is None else claimed[1]}
         entry |= {"from": request.remote or "", "method": request.method, "path": request.path[:300]}
         return entry | ({"name": request.query["name"][:100]} if "name" in request.query else {})

@@ -22,7 +22,7 @@ import structlog
 from aiohttp import web
 from redis.exceptions import RedisError
 
-from opentinker.services.scheduler.http.errors import Handler, TooMany
+from opentinker.services.scheduler.http.errors import TINKER, Handler, TooMany
 from opentinker.services.scheduler.http.rate_limit import TokenBuckets
 from opentinker.services.scheduler.http.route_decorator import route_of
 from opentinker.services.scheduler.login.cookies import Cookies
@@ -47,8 +47,9 @@ GUESSES_PER_S = 100.0
 MAX_UNKNOWN_LOOKUPS = 4
 """Concurrent lookups of keys that were never valid: guesses wait for other guesses."""
 MAX_CACHED = 10_000
-TINKER = "/api/v1/"
-"""Where the paths of Tinker's API begin."""
+PREFIX = "tml-"
+"""Before a key in API_KEY: clients of Tinker send no other keys."""
+API_KEY = "X-API-Key"
 UNAUTHENTICATED = Principal(DEFAULT_TENANT, Role.OPERATOR, "", SCOPES)
 """Whoever asks a server that wants no keys."""
 PRINCIPAL: web.RequestKey[Principal] = web.RequestKey("principal", Principal)
@@ -78,6 +79,12 @@ def secret_of(request: web.Request) -> str:
 def may_see(request: web.Request, tenant: str) -> bool:
     """Return whether an object of this tenant is visible for the requester and the requested action."""
     return authorize(request[PRINCIPAL], request[ACTION], tenant) is Verdict.ALLOWED
+
+
+def borne_by(request: web.Request) -> str:
+    """Return the Authorization of a request; clients of Tinker send the key in a header of their own."""
+    key = request.headers.get(API_KEY, "") if request.path.startswith(TINKER) else ""
+    return f"Bearer {key.removeprefix(PREFIX)}" if key else request.headers.get("Authorization", "")
 
 
 class Shown(NamedTuple):
@@ -111,14 +118,14 @@ class AuthMiddleware:
     @web.middleware
     async def authenticate(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Authenticate and authorize a request. Raises HTTPUnauthorized, also for paths that do not exist,
-        HTTPForbidden, and NotFound for Tinker's paths, whose clients send their key in another header."""
+        HTTPForbidden, and NotFound for what the Tinker API does not have, whoever asks."""
         route = route_of(request)
         action = None if route is None else route.action
         if action is None and request.path.startswith(TINKER):
-            raise NotFound("the Tinker API is not supported; submit a job instead, see /openapi.json")
+            raise NotFound(f"{request.method} {request.path[:200]} is not served by this server's Tinker API")
         if action is Action.FREE and self._asks:
             return await handler(request)
-        shown = Shown(request.headers.get("Authorization", ""), self.cookies.session(request))
+        shown = Shown(borne_by(request), self.cookies.session(request))
         principal = await self._principal(request, shown)
         if action is None:  # no such path, or not with this method
             return await handler(request)

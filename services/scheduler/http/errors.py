@@ -73,6 +73,17 @@ OPENAI = re.compile(r"/v1/jobs/[^/]+/v1(/|$)")
 """Paths below which errors look as OpenAI's do."""
 ANTHROPIC = re.compile(r"/v1/jobs/[^/]+/v1/messages$")
 """Those whose errors look as Anthropic's do."""
+TINKER = "/api/v1/"
+"""Where paths of the Tinker API begin."""
+TINKER_HINTS = {
+    401: "set TINKER_API_KEY to tml- and a key of this server, tml-ot_...; the client sends it as X-API-Key",
+    404: "docs/tinker.md lists the calls that are served; client.get_server_capabilities() lists the base models",
+    409: "a number of this session or model was used for another request; open another session",
+    413: "send fewer or shorter data in one request",
+    415: "send JSON, or application/x-protobuf for forward_backward; Content-Encoding may be zstd",
+    422: "correct the request; docs/tinker.md says what is served",
+}
+"""Hints there, where they differ."""
 
 
 class TooMany(OpenTinkerError):
@@ -151,6 +162,11 @@ def _as_openai(response: web.Response, path: str) -> web.Response:
     kept = ("Retry-After", "Allow", "WWW-Authenticate")
     headers = {name: response.headers[name] for name in kept if name in response.headers}
     return json_response(body, status, headers)
+
+
+def _hint_tinker(response: web.Response) -> None:
+    if response.content_type == PROBLEM and isinstance(response.body, bytes):
+        response.body = orjson.dumps(orjson.loads(response.body) | {"hint": TINKER_HINTS[response.status]})
 
 
 async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -239,6 +255,8 @@ async def problems(request: web.Request, handler: Handler) -> web.StreamResponse
         response = _unforeseen(request, error)
     if OPENAI.match(request.path) and response.content_type == PROBLEM and isinstance(response, web.Response):
         response = _as_openai(response, request.path)
+    if request.path.startswith(TINKER) and response.status in TINKER_HINTS and isinstance(response, web.Response):
+        _hint_tinker(response)
     REQUESTS.labels(request.method, _route(request), response.status).inc()
     response.headers.setdefault("X-Content-Type-Options", "nosniff")
     return response

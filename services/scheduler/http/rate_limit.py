@@ -31,7 +31,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Middleware
 from prometheus_client import Counter as Total
 
-from opentinker.services.scheduler.http.errors import OPENAI, Handler, TooMany
+from opentinker.services.scheduler.http.errors import OPENAI, TINKER, Handler, TooMany
 from opentinker.services.scheduler.http.route_decorator import route_of
 from opentinker.services.scheduler.login.cookies import Cookies
 from opentinker.shared.config import Settings
@@ -44,6 +44,8 @@ log = structlog.get_logger()
 
 BURST_S = 2.0
 """A bucket holds the inflow of this time."""
+TINKER_RATE = 4.0
+"""So many times as many requests of the Tinker API: its clients send two for each sample."""
 MAX_CLIENTS = 20_000
 """Buckets; the least recently used is dropped."""
 HEADERS: dict[str, Any] = {"max_line_size": 8190, "max_field_size": 8190, "max_headers": 64}
@@ -135,6 +137,8 @@ def behind_proxies(proxies: Collection[str]) -> Middleware:
 class RequestLimiter:
     def __init__(self, settings: Settings) -> None:
         self._requests = TokenBuckets(settings.http_rate, max(1.0, BURST_S * settings.http_rate))
+        rate = TINKER_RATE * settings.http_rate
+        self._tinker = TokenBuckets(rate, max(1.0, BURST_S * rate))
         self._asks = settings.auth
         self._cookies = Cookies(settings)
 
@@ -147,7 +151,8 @@ class RequestLimiter:
         # Logins look at no key, so that one in the request proves nothing and the address counts.
         key = "" if login and self._asks else _key(request, self._cookies.session(request))
         client = key or request.remote or ""
-        if (login or not free) and (wait_s := self._requests.take(client, time.monotonic())):
+        buckets = self._tinker if request.path.startswith(TINKER) else self._requests
+        if (login or not free) and (wait_s := buckets.take(client, time.monotonic())):
             raise TooMany("requests", wait_s)
         return await handler(request)
 
@@ -156,13 +161,18 @@ class RequestLimiter:
 async def query_check(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Raise SpecError for query parameters that the route would ignore."""
     route = route_of(request)
-    if route is not None and route.action is not Action.FREE and not OPENAI.match(request.path):
+    if route is not None and route.action is not Action.FREE and not _lenient(request.path):
         names = {parameter.name for parameter in route.parameters if parameter.place == "query"}
         if odd := sorted(request.query.keys() - names):
             raise SpecError(
                 [mistake(name[:100], request.query[name][:100], _unknown(name, names)) for name in odd[:10]]
             )
     return await handler(request)
+
+
+def _lenient(path: str) -> bool:
+    """Return whether clients of other makers, newer than this server, ask below this path."""
+    return OPENAI.match(path) is not None or path.startswith(TINKER)
 
 
 def bound(server: web.Server, most: int, most_per_address: int) -> None:
@@ -204,7 +214,7 @@ def _refuse_odd(request: web.Request) -> None:
     if _ODD.search(plain) or encoded or not {"..", "."}.isdisjoint(plain.split("/")):
         raise web.HTTPNotFound
     encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
-    if encoding != "identity":
+    if encoding != "identity" and not (encoding == "zstd" and request.path.startswith(TINKER)):
         raise web.HTTPUnsupportedMediaType(
             text=f"compressed bodies are not accepted (Content-Encoding: {encoding[:40]})"
         )
@@ -218,5 +228,5 @@ def _unknown(name: str, known: Collection[str]) -> str:
 
 def _key(request: web.Request, session: str) -> str:
     """Return the digest of the request's key or of its session's token; empty without one."""
-    borne = request.headers.get("Authorization", "") or session
+    borne = request.headers.get("Authorization", "") or request.headers.get("X-API-Key", "") or session
     return hashlib.sha256(borne.encode("utf-8", "surrogateescape")).hexdigest() if borne else ""

@@ -101,6 +101,8 @@ class Route:
     """Name of the path parameter whose value may contain slashes."""
     audited: bool = False
     """The audit log has a line for each request, for every action."""
+    frequent: bool = False
+    """Clients send it at every step: the audit log has no line for a request that was allowed."""
     handler: Handler = _unbound
 
     def __call__(self, handler: H) -> H:

@@ -53,6 +53,7 @@ from opentinker.services.scheduler.login.oidc_api import OidcApi
 from opentinker.services.scheduler.login.sessions_api import SessionsApi
 from opentinker.services.scheduler.streams.credentials_api import StreamCredentialsApi
 from opentinker.services.scheduler.sweeps.sweeps_api import SweepsApi
+from opentinker.services.scheduler.tinker.gateway import TinkerGateway
 from opentinker.services.scheduler.tinker.models_api import ModelsApi
 from opentinker.shared import api_types
 from opentinker.shared.messaging.subjects import STREAMS, WAKE
@@ -66,7 +67,15 @@ log = structlog.get_logger()
 
 
 class Api:
-    def __init__(self, ctx: Context, gate: AuthMiddleware, gateway: Gateway, replicas: InferenceRouter) -> None:
+    def __init__(
+        self,
+        ctx: Context,
+        gate: AuthMiddleware,
+        gateway: Gateway,
+        replicas: InferenceRouter,
+        tinker: TinkerGateway | None = None,
+    ) -> None:
+        tinker = tinker or TinkerGateway(ctx)
         self.ctx, self.gate, self.gateway = ctx, gate, gateway
         jobs = JobsApi(ctx)
         oidc = OidcApi(ctx, gate)
@@ -94,6 +103,7 @@ class Api:
             oidc,
             UsageApi(jobs),
             ValidateApi(ctx),
+            *tinker.handlers,
             self,
             Page(ctx.settings.nats_websocket_url),
         )
@@ -204,11 +214,11 @@ class Api:
 
 @contextlib.asynccontextmanager
 async def listening(
-    ctx: Context, gate: AuthMiddleware, gateway: Gateway, replicas: InferenceRouter
+    ctx: Context, gate: AuthMiddleware, gateway: Gateway, replicas: InferenceRouter, tinker: TinkerGateway
 ) -> AsyncIterator[int]:
     """Serve while the block runs; gives the port. A port that is taken is an error of the process."""
     runner = web.AppRunner(
-        Api(ctx, gate, gateway, replicas).app(),
+        Api(ctx, gate, gateway, replicas, tinker).app(),
         access_log=None,
         shutdown_timeout=2.0,
         keepalive_timeout=IDLE_S,

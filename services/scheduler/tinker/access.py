@@ -1,0 +1,156 @@
+"""Looks up what a request of the Tinker API names, for the tenant that asks: servers, sessions, models, samplers,
+checkpoints. What is another tenant's looks like what does not exist.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+import time
+from functools import partial
+from pathlib import Path
+
+import msgspec
+from aiohttp import web
+
+from opentinker.services.scheduler.http.auth import tenant_of
+from opentinker.services.scheduler.http.errors import TooMany
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.single_flight import SingleFlight
+from opentinker.shared.spec.tinker import KIND, TinkerSpec
+from opentinker.shared.state.tinker import TinkerStore
+from opentinker.shared.types.core import JobRecord
+from opentinker.shared.types.errors import NotFound, SpecError
+from opentinker.shared.types.tinker import (
+    Sampled,
+    Sampler,
+    TinkerCheckpoint,
+    TinkerModel,
+    TinkerSession,
+    tinker_place,
+)
+
+FRESH_S = 1.0
+"""So old may the state of a Tinker server be."""
+ID = re.compile(r"s-[0-9a-f]{20}(:(train|sampler):[0-9]{1,16})?")
+"""Ids of sessions, models and samplers."""
+PATH = re.compile(
+    r"tinker://([^/]{1,100})/(weights|sampler_weights|external_weights)/([A-Za-z0-9][A-Za-z0-9._-]{0,127})"
+)
+
+
+class Access:
+    def __init__(self, ctx: Context) -> None:
+        self.ctx, self.store = ctx, TinkerStore(ctx.store.redis)
+        self._jobs = SingleFlight[JobRecord](FRESH_S)
+
+    # --- Tinker servers ---------------------------------------------------------------------------------------------
+
+    async def servers(self, request: web.Request) -> list[JobRecord]:
+        """Return the running jobs whose models the tenant may train, those of its own first."""
+        tenant = tenant_of(request)
+        jobs = [job for job in await self.ctx.store.active_jobs() if job.kind == KIND]
+        found = [job for job in jobs if settings_of(job).allows(job.tenant, tenant)]
+        return sorted(found, key=lambda job: (job.tenant != tenant, job.created))
+
+    async def server_for(self, request: web.Request, base: str) -> JobRecord:
+        """Return a Tinker server for this base. Raises NotFound."""
+        servers = await self.servers(request)
+        for job in servers:
+            if base in (base_of(job), job.id):
+                return job
+        bases = sorted({base_of(job) for job in servers})
+        served = f"served are {', '.join(bases)}" if bases else "start one with `opentinker submit` and kind = 'tinker'"
+        raise NotFound(f"no Tinker server for base_model {base[:200]!r} is running that you may use; {served}")
+
+    async def server(self, id: str) -> JobRecord:
+        """Return the server of a model or sampler. Raises HTTPGone once it has ended."""
+        job = await self.server_or_ended(id)
+        if job.state.final:
+            said = f"the Tinker server {id} has {job.state}; load a checkpoint of the model to continue on another one"
+            raise web.HTTPGone(text=said)
+        return job
+
+    async def server_or_ended(self, id: str) -> JobRecord:
+        """Return the job, as it was within the last second."""
+        return await self._jobs.get(id, partial(self.ctx.store.job, id))
+
+    async def refuse_spent(self, request: web.Request, job: JobRecord) -> None:
+        """Raises TooMany while the tenant has used its tokens of this minute."""
+        limit, tenant, now = settings_of(job).tokens_per_minute, tenant_of(request), time.time()
+        if limit is not None and await self.store.tokens(job.id, tenant, int(now // 60)) >= limit:
+            raise TooMany(f"tokens: {limit} a minute of tenant {tenant} on {job.id}", 60 - now % 60)
+
+    async def spend(self, tenant: str, job: JobRecord, tokens: int) -> None:
+        if settings_of(job).tokens_per_minute is not None:
+            await self.store.spend(job.id, tenant, int(time.time() // 60), tokens)
+
+    async def spend_once(self, request: str, tenant: str, job: JobRecord, sampled: Sampled) -> None:
+        """Count the tokens of samples that may be retrieved again."""
+        limited = settings_of(job).tokens_per_minute is not None
+        if limited and await self.store.once(request):
+            await self.spend(tenant, job, sum(len(one.tokens) // 4 for one in sampled.sequences))
+
+    # --- of the tenant --------------------------------------------------------------------------------------------
+
+    async def session(self, request: web.Request, id: str) -> TinkerSession:
+        """Raises NotFound."""
+        return await self.store.session(tenant_of(request), _known("session", id))
+
+    async def model(self, request: web.Request, id: str) -> TinkerModel:
+        """Raises NotFound."""
+        return await self.store.model(tenant_of(request), _known("model", id))
+
+    async def sampler(self, request: web.Request, id: str) -> Sampler:
+        """Raises NotFound."""
+        return await self.store.sampler(tenant_of(request), _known("sampler", id))
+
+    async def checkpoint(self, request: web.Request, path: str) -> TinkerCheckpoint:
+        """Return the checkpoint of a tinker:// path, one's own or a public one. Raises NotFound, SpecError."""
+        match = PATH.fullmatch(path)
+        if match is None:
+            problem = "must be tinker://MODEL/weights/NAME or tinker://MODEL/sampler_weights/NAME"
+            raise SpecError.of("path", path[:200], problem)
+        return await self.store.checkpoint(tenant_of(request), *match.groups())
+
+    async def own_checkpoint(self, request: web.Request) -> TinkerCheckpoint:
+        """Return the tenant's own checkpoint that a path of the API names. Raises NotFound."""
+        names = request.match_info
+        found = await self.store.checkpoint(tenant_of(request), names["model"], names["kind"], names["name"])
+        if found.tenant != tenant_of(request):
+            raise NotFound(f"checkpoint {found.path} does not exist")
+        return found
+
+    def directory(self, checkpoint: TinkerCheckpoint) -> Path:
+        return tinker_place(self.ctx.settings.data_dir, checkpoint.model) / checkpoint.kind / checkpoint.name
+
+    async def remove(self, checkpoint: TinkerCheckpoint) -> None:
+        """Forget a checkpoint, then delete its files."""
+        await self.store.remove_checkpoint(checkpoint)
+        await asyncio.to_thread(shutil.rmtree, self.directory(checkpoint), ignore_errors=True)
+
+
+def _known(kind: str, id: str) -> str:
+    """Raises NotFound for what is no id; keys of Redis and subjects are made of them."""
+    if not ID.fullmatch(id):
+        raise NotFound(f"{kind} {id[:100]} does not exist")
+    return id
+
+
+def settings_of(job: JobRecord) -> TinkerSpec:
+    return TinkerSpec.model_validate(job.spec.get("tinker") or {})
+
+
+def base_of(job: JobRecord) -> str:
+    return str(job.spec["model"]["base"])
+
+
+def context_of(job: JobRecord) -> int | None:
+    """Tokens of a sequence, prompt and sample together; None: the base's own limit."""
+    length = job.spec["rollout"].get("context_length")
+    return None if length is None else int(length)
+
+
+def renewed(checkpoint: TinkerCheckpoint, **changes: object) -> TinkerCheckpoint:
+    return msgspec.structs.replace(checkpoint, **changes)

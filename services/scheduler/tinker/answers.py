@@ -1,0 +1,140 @@
+"""Results as clients read them: protobuf where they accept it and the result has such a form, JSON elsewhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+from aiohttp import web
+
+from opentinker.services.scheduler.http.errors import json_response
+from opentinker.services.scheduler.tinker import schema
+from opentinker.services.scheduler.tinker.bodies import PROTOBUF
+from opentinker.shared.types.tinker import Failed, Forwarded, Likely, Loaded, Result, Sampled, Saved, Stepped
+
+MASKED = -99999.0
+
+
+def response_of(request: web.Request, owner: str, result: Result) -> web.Response:
+    """Return the answer to retrieve_future. `owner`: the model or sampler of the request."""
+    if isinstance(result, Failed):
+        if result.lost:
+            raise web.HTTPGone(text=f"{result.error}; send the request again")
+        return json_response({"error": result.error, "category": result.category})
+    protobuf = PROTOBUF in request.headers.get("Accept", "")
+    if isinstance(result, Forwarded | Sampled) and protobuf:
+        message = _forwarded(result) if isinstance(result, Forwarded) else _sampled(result)
+        return web.Response(body=message.SerializeToString(), content_type=PROTOBUF)
+    return json_response(_as_json(owner, result))
+
+
+def _as_json(owner: str, result: Result) -> dict[str, Any]:
+    match result:
+        case Stepped(metrics=metrics):
+            return {"type": "optim_step", "metrics": _finite(metrics)}
+        case Saved(path=path, sampler=sampler):
+            return {"path": path or None, "sampling_session_id": sampler or None}
+        case Loaded(path=path):
+            return {"model_id": owner, "path": path or None}
+        case Forwarded():
+            return _forwarded_json(result)
+        case Sampled():
+            return _sampled_json(result)
+        case _:
+            raise NotImplementedError(type(result).__name__)
+
+
+def _finite(metrics: dict[str, float]) -> dict[str, float]:
+    """JSON has no NaN, and clients read no null here."""
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+
+# --- forward passes -------------------------------------------------------------------------------------------------
+
+
+def _shape(logprobs: bytes, width: int) -> list[int]:
+    cells = len(logprobs) // 4
+    return [cells] if width == 1 else [cells // width, width]
+
+
+def _forwarded_json(result: Forwarded) -> dict[str, Any]:
+    outputs = [
+        {"logprobs": {"data": np.frombuffer(one, "<f4").tolist(), "dtype": "float32", "shape": _shape(one, width)}}
+        for one, width in zip(result.logprobs, result.widths, strict=True)
+    ]
+    return {"loss_fn_output_type": "ArrayRecord", "loss_fn_outputs": outputs, "metrics": _finite(result.metrics)}
+
+
+def _forwarded(result: Forwarded) -> Any:
+    """Data of one width follow each other in a record; where the width changes, the next one begins."""
+    message = schema.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=_finite(result.metrics))
+    start = 0
+    for end in range(1, len(result.widths) + 1):
+        if end == len(result.widths) or result.widths[end] != result.widths[start]:
+            _add_record(message, result.logprobs[start:end], result.widths[start])
+            start = end
+    return message
+
+
+def _add_record(message: Any, logprobs: Sequence[bytes], width: int) -> None:
+    record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(logprobs))
+    tensor = record.fields["logprobs"]
+    tensor.data, tensor.dtype = b"".join(logprobs), schema.FLOAT32
+    tensor.offsets = np.array([0, *accumulate(map(len, logprobs))], "<i8").tobytes()
+    if width > 1:
+        tensor.trailing_shape.append(width)
+
+
+# --- samples --------------------------------------------------------------------------------------------------------
+
+
+def _sampled(result: Sampled) -> Any:
+    message = schema.SampleResponse()
+    for one in result.sequences:
+        sequence = message.sequences.add(stop_reason=int(one.stop == "length"), tokens=one.tokens)
+        sequence.logprobs = one.logprobs
+        _fill(sequence.topk_sampled_logprobs, one.likely)
+    if result.prompt_logprobs:
+        message.prompt_logprobs = result.prompt_logprobs
+    _fill(message.topk_prompt_logprobs, result.likely_prompt)
+    return message
+
+
+def _fill(field: Any, likely: Likely | None) -> None:
+    if likely is not None:
+        field.token_ids, field.logprobs, field.k, field.length = likely.ids, likely.logprobs, likely.k, likely.length
+
+
+def _sampled_json(result: Sampled) -> dict[str, Any]:
+    sequences = [
+        {
+            "stop_reason": one.stop,
+            "tokens": np.frombuffer(one.tokens, "<i4").tolist(),
+            "logprobs": np.frombuffer(one.logprobs, "<f4").tolist(),
+            "topk_logprobs": _pairs(one.likely),
+        }
+        for one in result.sequences
+    ]
+    logprobs = [None if math.isnan(value) else value for value in np.frombuffer(result.prompt_logprobs, "<f4").tolist()]
+    return {
+        "type": "sample",
+        "sequences": sequences,
+        "prompt_logprobs": logprobs or None,
+        "topk_prompt_logprobs": _pairs(result.likely_prompt),
+    }
+
+
+def _pairs(likely: Likely | None) -> list[list[tuple[int, float]] | None] | None:
+    """Of each place the likeliest tokens with their log-probabilities; None where there are none."""
+    if likely is None:
+        return None
+    ids = np.frombuffer(likely.ids, "<i4").reshape(likely.length, likely.k).tolist()
+    logprobs = np.frombuffer(likely.logprobs, "<f4").reshape(likely.length, likely.k).tolist()
+    rows = [
+        [(id, value) for id, value in zip(*row, strict=True) if value > MASKED]
+        for row in zip(ids, logprobs, strict=True)
+    ]
+    return [row or None for row in rows]

@@ -1,0 +1,81 @@
+"""Sends commands to the trainer of a model, once each, in a form that the trainer can carry out.
+
+send   consumes the parsed body of a request; produces COMMAND
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from opentinker.services.scheduler.http.errors import TooMany
+from opentinker.services.scheduler.tinker.access import Access
+from opentinker.services.scheduler.tinker.training_data import tokens_in
+from opentinker.shared.messaging.subjects import COMMAND
+from opentinker.shared.state.tinker import TooManyWaiting
+from opentinker.shared.types import codec
+from opentinker.shared.types.core import JobRecord
+from opentinker.shared.types.errors import NotFound, SpecError
+from opentinker.shared.types.tinker import (
+    Command,
+    Create,
+    ForwardBackward,
+    Load,
+    OptimStep,
+    Save,
+    Skip,
+    TinkerModel,
+    Unload,
+)
+
+Body = Create | ForwardBackward | OptimStep | Save | Load | Unload | Skip
+
+PUBLISH_S = 20.0
+"""Then the answer is 503, and the client sends the request again."""
+OVERHEAD = 1024
+"""Bytes of a message beside its payload."""
+
+
+async def or_skip(body: Callable[[], Awaitable[Body]]) -> Body:
+    """Return the body of a command; Skip if it is refused, so that later commands of the model do not wait for it."""
+    try:
+        return await body()
+    except (SpecError, NotFound) as error:
+        return Skip(error=str(error))
+
+
+class Commands:
+    def __init__(self, access: Access) -> None:
+        self._access, self._bus = access, access.ctx.bus
+
+    async def send(self, request: web.Request, model: TinkerModel, seq: int, body: Body) -> dict[str, Any]:
+        """Send a command, if it is not sent yet, and return the promise of its answer.
+
+        Raises Conflict for another body under a used number, TooMany, HTTPGone once the server has ended."""
+        job = await self._access.server(model.job)
+        if isinstance(body, ForwardBackward):
+            await self._access.refuse_spent(request, job)
+        command = Command(request=f"{model.id}#{seq}", model=model.id, tenant=model.tenant, seq=seq, body=body)
+        size, limit = len(COMMAND.encode(command)), self._bus.nc.max_payload - OVERHEAD
+        if size > limit:
+            error = f"the request has {size} bytes, and may have {limit}; send fewer or shorter data in one request"
+            command = msgspec.structs.replace(command, body=Skip(error=error))
+        await self._publish(job, command)
+        return {"request_id": command.request, "model_id": model.id}
+
+    async def _publish(self, job: JobRecord, command: Command) -> None:
+        store, digest = self._access.store, hashlib.sha256(codec.encode(command.body)).hexdigest()[:24]
+        try:
+            new = await store.ask(command.model, command.seq, digest)
+        except TooManyWaiting as error:
+            raise TooMany(f"commands: {error}", 1.0) from None
+        async with asyncio.timeout(PUBLISH_S):
+            await self._bus.publish(COMMAND, command, msg_id=command.request, job=job.id)
+        await store.used_model(command.model)
+        if new and isinstance(command.body, ForwardBackward):
+            await self._access.spend(command.tenant, job, tokens_in(command.body))

@@ -1,0 +1,148 @@
+"""Handlers of downloads: signed URLs of a checkpoint's files, which need no key for an hour, and the files themselves.
+
+urls      consumes the path of a checkpoint; produces a signed URL for each of its files
+archive   the same for a tar of all of them, for clients up to 0.34
+file      consumes a signed URL; produces the bytes
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import os
+import tarfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from urllib.parse import quote
+
+from aiohttp import web
+
+from opentinker.services.scheduler.http.auth import TOUCHED
+from opentinker.services.scheduler.http.errors import json_response
+from opentinker.services.scheduler.http.route_decorator import Parameter, Route
+from opentinker.services.scheduler.tinker.access import Access
+from opentinker.services.scheduler.tinker.runs_api import CHECKPOINT
+from opentinker.services.scheduler.tinker.sessions_api import when
+from opentinker.shared.security.authorization import Action
+from opentinker.shared.types.errors import NotFound
+from opentinker.shared.types.tinker import TinkerCheckpoint
+
+VALID_S = 3600
+CHUNK = 1 << 20
+TAR = "archive.tar"
+"""Stands for all files of a checkpoint."""
+FILES = "/api/v1/files/{model}/{kind}/{name}/{file}"
+EXPIRES = Parameter("expires", "Unix time until which the URL is valid.")
+SIGNATURE = Parameter("signature", "Proof that the server made the URL.")
+
+
+class DownloadsApi:
+    def __init__(self, access: Access) -> None:
+        self._access = access
+
+    @Route("GET", f"{CHECKPOINT}/external_weights_urls", Action.CHECKPOINTS_READ)
+    async def urls(self, request: web.Request) -> web.Response:
+        """Get signed URLs of a checkpoint's files (Tinker)."""
+        found = await self._found(request)
+        files = await asyncio.to_thread(_files, self._access.directory(found))
+        expires = int(time.time()) + VALID_S
+        urls = {file.name: await self._url(request, found, file.name, expires) for file in files}
+        return json_response({"urls": urls, "expires": when(expires)})
+
+    @Route("GET", f"{CHECKPOINT}/archive", Action.CHECKPOINTS_READ, status=302)
+    async def archive(self, request: web.Request) -> web.Response:
+        """Redirect to a signed URL of a tar of a checkpoint's files (Tinker, older clients)."""
+        found = await self._found(request)
+        expires = int(time.time()) + VALID_S
+        url = await self._url(request, found, TAR, expires)
+        stamp = time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime(expires))
+        return web.Response(status=302, headers={"Location": url, "Expires": stamp})
+
+    async def _found(self, request: web.Request) -> TinkerCheckpoint:
+        """Return the checkpoint, one's own or a public one. Raises NotFound."""
+        names = request.match_info
+        found = await self._access.checkpoint(request, f"tinker://{names['model']}/{names['kind']}/{names['name']}")
+        request[TOUCHED] = found.model
+        return found
+
+    async def _url(self, request: web.Request, found: TinkerCheckpoint, file: str, expires: int) -> str:
+        path = FILES.format(model=found.model, kind=found.kind, name=found.name, file=file)
+        signature = await self._signature(path, expires)
+        public = self._access.ctx.settings.public_url.rstrip("/") or f"{request.scheme}://{request.host}"
+        return f"{public}{quote(path, safe='/:')}?expires={expires}&signature={signature}"
+
+    async def _signature(self, path: str, expires: int) -> str:
+        secret = await self._access.store.secret()
+        return hmac.new(secret.encode(), f"{path}\n{expires}".encode(), hashlib.sha256).hexdigest()
+
+    @Route(
+        "GET", FILES, Action.FREE, parameters=(EXPIRES, SIGNATURE), content="application/octet-stream", audited=True
+    )  # fmt: skip
+    async def file(self, request: web.Request) -> web.StreamResponse:
+        """Download a file of a checkpoint by a signed URL (Tinker)."""
+        names, expires = request.match_info, request.query.get("expires", "")
+        wanted = FILES.format(**names)
+        if not (expires.isdecimal() and len(expires) < 12 and int(expires) > time.time()):
+            raise NotFound("the URL has expired; ask for new ones")
+        signature = await self._signature(wanted, int(expires))
+        if not hmac.compare_digest(signature, request.query.get("signature", "")):
+            raise NotFound("the URL was not made by this server")
+        for one in await self._access.store.checkpoints(names["model"]):
+            if (one.kind, one.name) == (names["kind"], names["name"]) and not 0 < one.expires <= time.time():
+                return await _send(request, self._access.directory(one), names["file"])
+        raise NotFound("the checkpoint was deleted")
+
+
+async def _send(request: web.Request, directory: Path, file: str) -> web.StreamResponse:
+    files = await asyncio.to_thread(_files, directory)
+    chosen = files if file == TAR else [one for one in files if one.name == file]
+    if not chosen:
+        raise NotFound(f"the checkpoint has no file {file[:100]}")
+    name = TAR if file == TAR else chosen[0].name
+    answer = web.StreamResponse(headers={"Content-Disposition": f'attachment; filename="{name}"'})
+    answer.content_type = "application/x-tar" if file == TAR else "application/octet-stream"
+    sizes = [one.stat().st_size for one in chosen]
+    answer.content_length = _tar_bytes(sizes) if file == TAR else sizes[0]
+    await answer.prepare(request)
+    if request.method != "HEAD":
+        async for chunk in _aside(_tar(chosen) if file == TAR else _bytes(chosen[0])):
+            await answer.write(chunk)
+    return answer
+
+
+def _files(directory: Path) -> list[Path]:
+    """Return the files of a checkpoint that are an adapter's; the optimizer's state is not. Raises NotFound."""
+    try:
+        found = sorted(entry.path for entry in os.scandir(directory) if entry.is_file(follow_symlinks=False))
+    except OSError:
+        raise NotFound("the checkpoint's files are gone") from None
+    return [Path(path) for path in found if Path(path).name.startswith("adapter_")]
+
+
+def _bytes(file: Path) -> Iterator[bytes]:
+    with file.open("rb") as opened:
+        while chunk := opened.read(CHUNK):
+            yield chunk
+
+
+def _tar(files: list[Path]) -> Iterator[bytes]:
+    for file in files:
+        entry = tarfile.TarInfo(file.name)
+        entry.size, entry.mtime = file.stat().st_size, int(file.stat().st_mtime)
+        yield entry.tobuf(tarfile.USTAR_FORMAT)
+        yield from _bytes(file)
+        yield b"\0" * (-entry.size % tarfile.BLOCKSIZE)
+    yield b"\0" * (2 * tarfile.BLOCKSIZE)
+
+
+def _tar_bytes(sizes: list[int]) -> int:
+    block = tarfile.BLOCKSIZE
+    return sum(block + size + -size % block for size in sizes) + 2 * block
+
+
+async def _aside(chunks: Iterator[bytes]) -> AsyncIterator[bytes]:
+    """Give the pieces, each of which is read in a thread."""
+    while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
+        yield chunk

@@ -1,0 +1,30 @@
+"""Deletes checkpoints of the Tinker API whose time is over.
+
+run   consumes the index of checkpoints that expire; produces deletions. Any number of schedulers may do it.
+"""
+
+from __future__ import annotations
+
+import time
+
+import structlog
+from redis.exceptions import RedisError
+
+from opentinker.services.scheduler.tinker.access import Access
+from opentinker.shared.asyncio_tools import sleep
+
+log = structlog.get_logger()
+
+ROUND_S = 30.0
+
+
+async def expire(access: Access) -> None:
+    """Delete what has expired, round by round, until cancelled."""
+    while True:
+        try:
+            for checkpoint in await access.store.expired(time.time()):
+                await access.remove(checkpoint)
+                log.info("checkpoint_expired", checkpoint=checkpoint.path)
+        except (RedisError, OSError, TimeoutError) as error:  # the next round does it
+            log.warning("checkpoints_unavailable", error=str(error) or type(error).__name__)
+        await sleep(ROUND_S)

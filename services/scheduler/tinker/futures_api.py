@@ -1,0 +1,84 @@
+"""The handler of retrieve_future: waits for an answer as long as a client does, and says why there is none yet."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from opentinker.services.scheduler.http.errors import json_response
+from opentinker.services.scheduler.http.route_decorator import Route
+from opentinker.services.scheduler.tinker.access import Access
+from opentinker.services.scheduler.tinker.answers import response_of
+from opentinker.services.scheduler.tinker.bodies import FutureBody, read_body
+from opentinker.services.scheduler.tinker.futures import Futures
+from opentinker.shared.security.authorization import Action
+from opentinker.shared.state.tinker import TRAINED
+from opentinker.shared.types.core import JobRecord, JobState
+from opentinker.shared.types.errors import NotFound
+from opentinker.shared.types.tinker import Answer, Sampled, Sampler, TinkerModel
+
+HOLD_S = 30.0
+"""Time that a request without an answer is held; clients wait for 45 s."""
+
+
+class FuturesApi:
+    def __init__(self, access: Access, futures: Futures, hold_s: float = HOLD_S) -> None:
+        self._access, self._futures, self._hold_s = access, futures, hold_s
+
+    @Route("POST", "/api/v1/retrieve_future", Action.JOBS_READ, takes="application/json")
+    async def retrieve(self, request: web.Request) -> web.Response:
+        """Wait for the answer to a request (Tinker)."""
+        id = (await read_body(request, FutureBody)).request_id
+        owner = await self._owner(request, id)
+        answer = await self._futures.answer(id, 0.0)
+        if answer is None:
+            await self._refuse_unknown(id)
+            if ended := await self._ended(owner):
+                return ended
+            answer = await self._futures.answer(id, self._hold_s)
+        if answer is None:
+            return await self._try_again(id, owner)
+        await self._count(answer, owner)
+        return response_of(request, owner.id, answer.result)
+
+    async def _owner(self, request: web.Request, id: str) -> TinkerModel | Sampler:
+        """Return the model or sampler of a request. Raises NotFound."""
+        owner, _, number = id.partition("#")
+        if not (number.isdecimal() and len(number) < 20):
+            raise NotFound(f"request {id[:100]} does not exist")
+        find = self._access.model if TRAINED in owner else self._access.sampler
+        return await find(request, owner)
+
+    async def _refuse_unknown(self, id: str) -> None:
+        """Raises NotFound, or HTTPGone for one whose answer has expired."""
+        owner, _, number = id.partition("#")
+        if not await self._access.store.was_asked(id):
+            raise NotFound(f"request {id} does not exist")
+        if TRAINED in owner and int(number) < await self._access.store.answers_of(owner):
+            raise web.HTTPGone(text=f"request {id} was carried out, and its answer is kept no more")
+
+    async def _job(self, owner: TinkerModel | Sampler) -> JobRecord:
+        return await self._access.ctx.store.job(owner.job)
+
+    async def _ended(self, owner: TinkerModel | Sampler) -> web.Response | None:
+        """Return a failure if the server that would answer has ended."""
+        job = await self._job(owner)
+        if not job.state.final:
+            return None
+        error = f"the Tinker server {job.id} has {job.state}: {job.reason or 'no reason given'}"
+        return json_response({"error": f"{error}; load a checkpoint to continue on another one", "category": "server"})
+
+    async def _try_again(self, id: str, owner: TinkerModel | Sampler) -> web.Response:
+        job = await self._job(owner)
+        waits = job.state is not JobState.RUNNING
+        body = {"type": "try_again", "request_id": id, "queue_state": "paused_capacity" if waits else "active"}
+        if waits:
+            body["queue_state_reason"] = f"the Tinker server {job.id} is {job.state}" + (
+                f": {job.waiting_for or job.reason}" if job.waiting_for or job.reason else ""
+            )
+        return json_response(body, status=408)
+
+    async def _count(self, answer: Answer, owner: TinkerModel | Sampler) -> None:
+        """Count the tokens of samples, once."""
+        if isinstance(answer.result, Sampled):
+            job = await self._access.server_or_ended(owner.job)
+            await self._access.spend_once(answer.request, owner.tenant, job, answer.result)

@@ -1,0 +1,41 @@
+"""The Tinker API on the scheduler's HTTP server: its handlers, and what runs beside them.
+
+    client --HTTP--> handlers --COMMAND, SAMPLE--> trainer, rollout worker --ANSWERED--> futures --> client
+
+It keeps nothing: any scheduler answers any request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from opentinker.services.scheduler.tinker.access import Access
+from opentinker.services.scheduler.tinker.downloads_api import DownloadsApi
+from opentinker.services.scheduler.tinker.expiry import expire
+from opentinker.services.scheduler.tinker.futures import Futures
+from opentinker.services.scheduler.tinker.futures_api import HOLD_S, FuturesApi
+from opentinker.services.scheduler.tinker.runs_api import RunsApi
+from opentinker.services.scheduler.tinker.sampling_api import SamplingApi
+from opentinker.services.scheduler.tinker.sessions_api import TinkerSessionsApi
+from opentinker.services.scheduler.tinker.training_api import TrainingApi
+from opentinker.shared.runtime.service import Context
+
+
+class TinkerGateway:
+    def __init__(self, ctx: Context, hold_s: float = HOLD_S) -> None:
+        access = Access(ctx)
+        self._access, self._futures = access, Futures(ctx, access.store)
+        self.handlers: tuple[object, ...] = (
+            TinkerSessionsApi(access),
+            TrainingApi(access),
+            FuturesApi(access, self._futures, hold_s),
+            SamplingApi(access),
+            RunsApi(access),
+            DownloadsApi(access),
+        )
+
+    async def run(self) -> None:
+        """Hear of answers and delete expired checkpoints until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._futures.run())
+            tasks.create_task(expire(self._access))

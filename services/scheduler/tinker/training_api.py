@@ -1,0 +1,293 @@
+"""Handlers of commands to models: create, forward and backward, optimizer steps, saves and loads.
+
+Each answers with a promise at once; `futures_api.py` has the answers. What is wrong in the content of a command that
+has a number becomes its answer: later commands of the model would wait for a number that never comes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import time
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from opentinker.services.scheduler.http.auth import tenant_of
+from opentinker.services.scheduler.http.errors import json_response
+from opentinker.services.scheduler.http.route_decorator import Route
+from opentinker.services.scheduler.tinker import bodies, training_data
+from opentinker.services.scheduler.tinker.access import Access, base_of, context_of, settings_of
+from opentinker.services.scheduler.tinker.bodies import (
+    LARGE,
+    PROTOBUF,
+    AdamBody,
+    ForwardBody,
+    LoadBody,
+    ModelBody,
+    ModelId,
+    OptimizerKind,
+    SaveBody,
+    StepBody,
+    aside,
+    finite,
+    metadata_of,
+    name_of,
+    read_body,
+    read_raw,
+    seq_of,
+)
+from opentinker.services.scheduler.tinker.commands import Body, Commands, or_skip
+from opentinker.shared.security.authorization import Action
+from opentinker.shared.types.core import JobRecord
+from opentinker.shared.types.errors import NotFound, SpecError
+from opentinker.shared.types.tinker import (
+    CheckpointKind,
+    Create,
+    Load,
+    LoraShape,
+    OptimStep,
+    Save,
+    TinkerCheckpoint,
+    TinkerModel,
+)
+
+JSON = "application/json"
+YEARS_S = 10 * 366 * 86400.0
+PROTOBUF_BYTES = 8 << 20
+LARGE_AT_ONCE = 4
+"""Large bodies that are read and parsed at the same time: a parsed one takes ten times its bytes."""
+
+
+class TrainingApi:
+    def __init__(self, access: Access) -> None:
+        self._access, self._commands = access, Commands(access)
+        self._large = asyncio.Semaphore(LARGE_AT_ONCE)
+
+    # --- models -----------------------------------------------------------------------------------------------------
+
+    @Route("POST", "/api/v1/create_model", Action.JOBS_WRITE, takes=JSON)
+    async def create_model(self, request: web.Request) -> web.Response:
+        """Create a model: an adapter that a Tinker server trains (Tinker)."""
+        body = await read_body(request, ModelBody)
+        session = await self._access.session(request, body.session_id)
+        refuse_optimizer(body.optimizer_config)
+        if body.lora_config is None:
+            raise SpecError.of("lora_config", None, "is missing; models are LoRA adapters, give it a rank")
+        job = await self._access.server_for(request, body.base_model)
+        id = f"{session.id}:train:{seq_of('model_seq_id', body.model_seq_id)}"
+        given = body.lora_config
+        lora = LoraShape(
+            rank=given.rank, seed=_seed(id, given.seed), train_mlp=given.train_mlp, train_attn=given.train_attn
+        )
+        model = self._model(request, id, job, lora, body.user_metadata)
+        return json_response(await self._create(request, model, Create(lora=lora)))
+
+    @Route("POST", "/api/v1/load_weights", Action.JOBS_WRITE, takes=JSON)
+    async def load_weights(self, request: web.Request) -> web.Response:
+        """Load a checkpoint into a model, or create a model from it (Tinker)."""
+        body = await read_body(request, LoadBody)
+        if body.session_id is not None:
+            return json_response(await self._create_from(request, body))
+        model = await self._access.model(request, body.model_id or "")
+        seq = seq_of("seq_id", body.seq_id, 1)
+
+        async def load() -> Body:
+            checkpoint = await self._loadable(request, body)
+            if (checkpoint.base, checkpoint.lora.rank) != (model.base, model.lora.rank):
+                has = f"base {checkpoint.base}, rank {checkpoint.lora.rank}"
+                problem = f"has {has}, and the model base {model.base}, rank {model.lora.rank}; create a model from it"
+                raise SpecError.of("path", body.path[:200], problem)
+            return Load(path=body.path, directory=self._place(checkpoint), optimizer=body.optimizer)
+
+        return json_response(await self._commands.send(request, model, seq, await or_skip(load)))
+
+    async def _create_from(self, request: web.Request, body: LoadBody) -> dict[str, Any]:
+        session = await self._access.session(request, body.session_id or "")
+        checkpoint = await self._loadable(request, body)
+        base = body.base_model or checkpoint.base
+        job = await self._access.server_for(request, base)
+        if base_of(job) != checkpoint.base:
+            raise SpecError.of("base_model", base[:200], f"is not the checkpoint's base, {checkpoint.base}")
+        id = f"{session.id}:train:{seq_of('model_seq_id', body.model_seq_id)}"
+        metadata = body.user_metadata if body.user_metadata is not None else dict(checkpoint.metadata)
+        model = self._model(request, id, job, checkpoint.lora, metadata, start=body.path)
+        create = Create(lora=checkpoint.lora, start=self._place(checkpoint), optimizer=body.optimizer)
+        return await self._create(request, model, create)
+
+    async def _loadable(self, request: web.Request, body: LoadBody) -> TinkerCheckpoint:
+        refuse_optimizer(body.optimizer_config)
+        if body.weights_access_token:
+            problem = "is not supported; publish the checkpoint instead, then every tenant can load it"
+            raise SpecError.of("weights_access_token", None, problem)
+        checkpoint = await self._access.checkpoint(request, body.path)
+        if body.optimizer and checkpoint.kind != "weights":
+            problem = "has no optimizer state; load it without, or load a checkpoint of save_state"
+            raise SpecError.of("path", body.path[:200], problem)
+        return checkpoint
+
+    def _place(self, checkpoint: TinkerCheckpoint) -> str:
+        return str(self._access.directory(checkpoint))
+
+    def _model(
+        self,
+        request: web.Request,
+        id: str,
+        job: JobRecord,
+        lora: LoraShape,
+        metadata: dict[str, Any] | None,
+        **more: str,
+    ) -> TinkerModel:
+        """Raises SpecError."""
+        largest = settings_of(job).max_rank
+        if not 1 <= lora.rank <= largest:
+            raise SpecError.of(
+                "lora_config.rank", lora.rank, f"must be 1 to {largest} on this server (tinker.max_rank)"
+            )
+        if not (lora.train_mlp or lora.train_attn):
+            raise SpecError.of("lora_config", None, "trains no layer; set train_mlp or train_attn")
+        return TinkerModel(
+            id=id, tenant=tenant_of(request), job=job.id, base=base_of(job), lora=lora, created=time.time(),
+            metadata=metadata_of(metadata), **more,
+        )  # fmt: skip
+
+    async def _create(self, request: web.Request, model: TinkerModel, create: Create) -> dict[str, Any]:
+        with contextlib.suppress(NotFound):  # a repeated request stays with the server that it was first given to
+            known = await self._access.model(request, model.id)
+            model = msgspec.structs.replace(model, job=known.job)
+        await self._access.store.add_model(model)
+        return await self._commands.send(request, model, 0, create)
+
+    @Route("POST", "/api/v1/get_info", Action.JOBS_READ, takes=JSON)
+    async def get_info(self, request: web.Request) -> web.Response:
+        """Get a model's base and rank (Tinker)."""
+        body = await read_body(request, ModelId)
+        model = await self._access.model(request, body.model_id)
+        job = await self._access.server(model.job)
+        return json_response(
+            {
+                "type": "get_info",
+                "model_id": model.id,
+                "model_name": model.base,
+                "model_data": {"model_name": model.base, "max_context_length": context_of(job)},
+                "is_lora": True,
+                "lora_rank": model.lora.rank,
+            }
+        )
+
+    # --- training -----------------------------------------------------------------------------------------------------
+
+    @Route("POST", "/api/v1/forward_backward", Action.JOBS_WRITE, takes=PROTOBUF, frequent=True)
+    async def forward_backward(self, request: web.Request) -> web.Response:
+        """Add the gradient of a loss over data to the model's, or compute the loss alone (Tinker)."""
+        if PROTOBUF not in request.headers.get("Content-Type", ""):
+            return await self._forward_json(request, backward=True)
+        async with self._large if (request.content_length or LARGE) > bodies.MIDDLE else contextlib.nullcontext():
+            raw = await read_raw(request, PROTOBUF_BYTES)
+            message = await aside(len(raw), training_data.from_protobuf, raw)
+            model = await self._access.model(request, message.model_id)
+            seq = seq_of("seq_id", message.seq_id, 1)
+
+            async def forward() -> Body:
+                return await aside(len(raw), training_data.forward_of_protobuf, message)
+
+            return json_response(await self._commands.send(request, model, seq, await or_skip(forward)))
+
+    @Route("POST", "/api/v1/forward", Action.JOBS_WRITE, takes=JSON, frequent=True)
+    async def forward(self, request: web.Request) -> web.Response:
+        """Compute a loss over data, without a gradient (Tinker, older clients)."""
+        return await self._forward_json(request, backward=False)
+
+    async def _forward_json(self, request: web.Request, *, backward: bool) -> web.Response:
+        async with self._large if (request.content_length or LARGE) > bodies.MIDDLE else contextlib.nullcontext():
+            body = await read_body(request, ForwardBody, LARGE)
+            model = await self._access.model(request, body.model_id)
+            seq = seq_of("seq_id", body.seq_id, 1)
+
+            async def forward() -> Body:
+                return await asyncio.to_thread(training_data.forward_of_json, body, backward=backward)
+
+            return json_response(await self._commands.send(request, model, seq, await or_skip(forward)))
+
+    @Route("POST", "/api/v1/optim_step", Action.JOBS_WRITE, takes=JSON, frequent=True)
+    async def optim_step(self, request: web.Request) -> web.Response:
+        """Step a model's optimizer with the gradient so far, and clear it (Tinker)."""
+        body = await read_body(request, StepBody)
+        model = await self._access.model(request, body.model_id)
+        seq = seq_of("seq_id", body.seq_id, 1)
+
+        async def step() -> Body:
+            refuse_optimizer(body.optimizer_params, "optimizer_params")
+            return step_of(body.adam_params or AdamBody())
+
+        return json_response(await self._commands.send(request, model, seq, await or_skip(step)))
+
+    # --- saves --------------------------------------------------------------------------------------------------------
+
+    @Route("POST", "/api/v1/save_weights", Action.JOBS_WRITE, takes=JSON)
+    async def save_weights(self, request: web.Request) -> web.Response:
+        """Save a checkpoint with the optimizer's state (Tinker)."""
+        return await self._save(request, "weights")
+
+    @Route("POST", "/api/v1/save_weights_for_sampler", Action.JOBS_WRITE, takes=JSON, frequent=True)
+    async def save_weights_for_sampler(self, request: web.Request) -> web.Response:
+        """Save weights to sample with, under a name or for one sampler (Tinker)."""
+        return await self._save(request, "sampler_weights")
+
+    @Route("POST", "/api/v1/save_weights_external", Action.JOBS_WRITE, takes=JSON)
+    async def save_weights_external(self, request: web.Request) -> web.Response:
+        """Save a PEFT adapter to download (Tinker)."""
+        return await self._save(request, "external_weights")
+
+    async def _save(self, request: web.Request, kind: CheckpointKind) -> web.Response:
+        body = await read_body(request, SaveBody)
+        model = await self._access.model(request, body.model_id)
+        seq = seq_of("seq_id", body.seq_id, 1)
+
+        async def save() -> Body:
+            return save_of(body, model, kind, seq)
+
+        return json_response(await self._commands.send(request, model, seq, await or_skip(save)))
+
+
+def step_of(adam: AdamBody) -> OptimStep:
+    """Raises SpecError."""
+    return OptimStep(
+        lr=finite("learning_rate", adam.learning_rate, 0.0),
+        beta1=finite("beta1", adam.beta1, 0.0, 0.999999),
+        beta2=finite("beta2", adam.beta2, 0.0, 0.9999999),
+        eps=finite("eps", adam.eps, 0.0),
+        weight_decay=finite("weight_decay", adam.weight_decay, 0.0),
+        clip=max(0.0, finite("grad_clip_norm", adam.grad_clip_norm)),
+    )
+
+
+def save_of(body: SaveBody, model: TinkerModel, kind: CheckpointKind, seq: int) -> Save:
+    """Return the command of a save; sampler weights have a name or are for a sampler. Raises SpecError."""
+    ttl_s = finite("ttl_seconds", body.ttl_seconds or 0.0, 0.0, YEARS_S)
+    if body.age_encryption_recipients:
+        raise SpecError.of("age_encryption_recipients", None, "is not supported; encrypt the files after the download")
+    if body.path is None and kind == "sampler_weights" and body.sampling_session_seq_id is not None:
+        if body.kind not in ("snapshot", "inflight"):
+            raise SpecError.of("kind", body.kind[:100], "must be snapshot or inflight")
+        session = model.id.partition(":")[0]
+        sampler = f"{session}:sampler:{seq_of('sampling_session_seq_id', body.sampling_session_seq_id)}"
+        return Save(kind=kind, sampler=sampler, follows=body.kind == "inflight")
+    name = name_of("path", body.path if body.path is not None or kind != "weights" else f"seq-{seq:06d}")
+    overwrite = body.overwrite or kind != "weights"
+    return Save(kind=kind, name=name, ttl_s=ttl_s, overwrite=overwrite, metadata=metadata_of(body.user_metadata))
+
+
+def refuse_optimizer(optimizer: OptimizerKind | None, field: str = "optimizer_config") -> None:
+    """Raises SpecError for any but AdamW."""
+    if optimizer is not None and optimizer.type != "adamw":
+        raise SpecError.of(f"{field}.type", optimizer.type[:100], "is not served; the optimizer is adamw")
+
+
+def _seed(id: str, seed: int | None) -> int:
+    """Return the client's seed, or one of the model's id. Raises SpecError."""
+    if seed is None:
+        return int.from_bytes(hashlib.sha256(id.encode()).digest()[:4], "big")
+    return seq_of("lora_config.seed", seed)
