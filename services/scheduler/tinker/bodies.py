@@ -32,11 +32,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 PROTOBUF = "application/x-protobuf"
 
 
-class Loose(msgspec.Struct, frozen=True, kw_only=True):
-    """A body; unknown fields are ignored."""
-
-
-class SessionBody(Loose):
+class SessionBody(msgspec.Struct, frozen=True, kw_only=True):
     tags: list[str] = []
     user_metadata: dict[str, Any] | None = None
     sdk_version: str = ""
@@ -44,11 +40,11 @@ class SessionBody(Loose):
     display_name: str | None = None
 
 
-class SessionId(Loose):
+class SessionId(msgspec.Struct, frozen=True, kw_only=True):
     session_id: str
 
 
-class Lora(Loose):
+class Lora(msgspec.Struct, frozen=True, kw_only=True):
     rank: Whole
     seed: Whole | None = None
     train_unembed: bool = True
@@ -56,11 +52,11 @@ class Lora(Loose):
     train_attn: bool = True
 
 
-class OptimizerKind(Loose):
+class OptimizerKind(msgspec.Struct, frozen=True, kw_only=True):
     type: str = "adamw"
 
 
-class ModelBody(Loose):
+class ModelBody(msgspec.Struct, frozen=True, kw_only=True):
     session_id: str
     model_seq_id: Whole = 0
     base_model: str
@@ -69,11 +65,11 @@ class ModelBody(Loose):
     user_metadata: dict[str, Any] | None = None
 
 
-class ModelId(Loose):
+class ModelId(msgspec.Struct, frozen=True, kw_only=True):
     model_id: str
 
 
-class AdamBody(Loose):
+class AdamBody(msgspec.Struct, frozen=True, kw_only=True):
     learning_rate: float = 1e-4
     beta1: float = 0.9
     beta2: float = 0.95
@@ -82,14 +78,14 @@ class AdamBody(Loose):
     grad_clip_norm: float = 0.0
 
 
-class StepBody(Loose):
+class StepBody(msgspec.Struct, frozen=True, kw_only=True):
     model_id: str
     seq_id: Whole | None = None
     adam_params: AdamBody | None = None
     optimizer_params: OptimizerKind | None = None
 
 
-class SaveBody(Loose):
+class SaveBody(msgspec.Struct, frozen=True, kw_only=True):
     model_id: str
     seq_id: Whole | None = None
     path: str | None = None
@@ -101,7 +97,7 @@ class SaveBody(Loose):
     age_encryption_recipients: list[str] | None = None
 
 
-class LoadBody(Loose):
+class LoadBody(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     optimizer: bool = False
     model_id: str | None = None
@@ -114,16 +110,16 @@ class LoadBody(Loose):
     weights_access_token: str | None = None
 
 
-class ChunkBody(Loose):
+class ChunkBody(msgspec.Struct, frozen=True, kw_only=True):
     type: str = "encoded_text"
     tokens: list[Whole] = []
 
 
-class PromptBody(Loose):
+class PromptBody(msgspec.Struct, frozen=True, kw_only=True):
     chunks: list[ChunkBody] = []
 
 
-class TensorBody(Loose):
+class TensorBody(msgspec.Struct, frozen=True, kw_only=True):
     data: list[float]
     dtype: str = "float32"
     shape: list[Whole] | None = None
@@ -131,32 +127,32 @@ class TensorBody(Loose):
     sparse_col_indices: list[Whole] | None = None
 
 
-class DatumBody(Loose):
+class DatumBody(msgspec.Struct, frozen=True, kw_only=True):
     model_input: PromptBody
     loss_fn_inputs: dict[str, TensorBody] = {}
 
 
-class ForwardInput(Loose):
+class ForwardInput(msgspec.Struct, frozen=True, kw_only=True):
     data: list[DatumBody]
     loss_fn: str
     loss_fn_config: dict[str, float | str] | None = None
 
 
-class ForwardBody(Loose):
+class ForwardBody(msgspec.Struct, frozen=True, kw_only=True):
     model_id: str
     seq_id: Whole | None = None
     forward_backward_input: ForwardInput | None = None
     forward_input: ForwardInput | None = None
 
 
-class SamplerBody(Loose):
+class SamplerBody(msgspec.Struct, frozen=True, kw_only=True):
     session_id: str
     sampling_session_seq_id: Whole = 0
     base_model: str | None = None
     model_path: str | None = None
 
 
-class ParamsBody(Loose):
+class ParamsBody(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: Whole | None = None
     seed: Whole | None = None
     stop: str | list[str | Whole] | None = None
@@ -165,7 +161,7 @@ class ParamsBody(Loose):
     top_p: float = 1.0
 
 
-class SampleBody(Loose):
+class SampleBody(msgspec.Struct, frozen=True, kw_only=True):
     prompt: PromptBody
     sampling_params: ParamsBody = ParamsBody()
     num_samples: Whole = 1
@@ -180,29 +176,29 @@ class SampleBody(Loose):
     record_stability_info: bool | None = None
 
 
-class FutureBody(Loose):
+class FutureBody(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     allow_metadata_only: bool = False
 
 
-class PathBody(Loose):
+class PathBody(msgspec.Struct, frozen=True, kw_only=True):
     tinker_path: str
 
 
-class TtlBody(Loose):
+class TtlBody(msgspec.Struct, frozen=True, kw_only=True):
     ttl_seconds: float | None = None
 
 
-class FinishBody(Loose):
+class FinishBody(msgspec.Struct, frozen=True, kw_only=True):
     reason: dict[str, Any] = {}
     detail: str | None = None
 
 
-class CursorBody(Loose):
+class CursorBody(msgspec.Struct, frozen=True, kw_only=True):
     last_session_id: str
 
 
-class SearchBody(Loose):
+class SearchBody(msgspec.Struct, frozen=True, kw_only=True):
     session_id: str | None = None
     project_ids: list[str] | None = None
     user_metadata: dict[str, str] = {}

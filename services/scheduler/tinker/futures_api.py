@@ -21,7 +21,7 @@ HOLD_S = 30.0
 
 
 class FuturesApi:
-    def __init__(self, access: Access, futures: Futures, hold_s: float = HOLD_S) -> None:
+    def __init__(self, access: Access, futures: Futures, hold_s: float) -> None:
         self._access, self._futures, self._hold_s = access, futures, hold_s
 
     @Route("POST", "/api/v1/retrieve_future", Action.JOBS_READ, takes="application/json")

@@ -22,13 +22,13 @@ from opentinker.shared.runtime.service import Context
 
 
 class TinkerGateway:
-    def __init__(self, ctx: Context, hold_s: float = HOLD_S) -> None:
+    def __init__(self, ctx: Context) -> None:
         access = Access(ctx)
         self._access, self._futures = access, Futures(ctx, access.store)
         self.handlers: tuple[object, ...] = (
             TinkerSessionsApi(access),
             TrainingApi(access),
-            FuturesApi(access, self._futures, hold_s),
+            FuturesApi(access, self._futures, HOLD_S),
             SamplingApi(access),
             RunsApi(access),
             DownloadsApi(access),

@@ -157,10 +157,16 @@ async def test_a_wrong_key_opens_nothing_and_is_told_why(api: Http, header: str 
     assert [(await api("GET", path, headers=headers))[0] for path in ("/healthz", "/readyz")] == [200, 200]
 
 
-async def test_clients_of_tinker_are_told_that_its_api_is_not_there(api: Http) -> None:
-    for path, headers in (("/api/v1/get_server_capabilities", {"X-API-Key": "tml-1"}), ("/api/v1/create_session", {})):
-        status, body = await api("POST", path, headers=headers)
-        assert status == 404 and body["detail"].startswith("the Tinker API is not supported")
+async def test_clients_of_tinker_show_their_key_in_a_header_of_their_own(api: Http, store: Store) -> None:
+    key, path = await new_key_of(store, role=Role.VIEWER), "/api/v1/get_server_capabilities"
+    for shown in (f"tml-{key}", key):
+        assert await api("GET", path, headers={"X-API-Key": shown}) == (200, {"supported_models": []})
+        assert (await api("GET", "/v1/jobs", headers={"X-API-Key": shown}))[0] == 401
+    for wrong, why in (("", "API key required"), ("tml-x", "malformed"), (f"tml-{new_key('local')}", "unknown")):
+        status, body = await api("GET", path, headers={"X-API-Key": wrong})
+        assert status == 401 and why in body["detail"] and "TINKER_API_KEY" in body["hint"]
+    status, body = await api("POST", "/api/v1/copy_weights", headers={"X-API-Key": f"tml-{key}"})
+    assert status == 404 and "not served" in body["detail"]
 
 
 async def test_an_impossible_key_costs_no_redis_call(api: Http, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ docs/keys.md, so that page is what is tested.
 
 from __future__ import annotations
 
+import hashlib
 import re
 import time
 from collections.abc import AsyncIterator
@@ -25,12 +26,14 @@ from opentinker.services.scheduler.environments.check_reports_api import CheckRe
 from opentinker.services.scheduler.environments.plays_api import PlayedTurn, PlayRequest
 from opentinker.services.scheduler.environments.served_gateway import Gateway
 from opentinker.services.scheduler.http import auth
+from opentinker.services.scheduler.http.errors import TINKER
 from opentinker.services.scheduler.http.keys import NewKey, NewShare, Rotation
 from opentinker.services.scheduler.http.publishing import NewPublication
 from opentinker.services.scheduler.http.rate_limit import TokenBuckets
 from opentinker.services.scheduler.http.route_decorator import Route
 from opentinker.services.scheduler.http.server import Api
 from opentinker.services.scheduler.inference.router import InferenceRouter
+from opentinker.services.scheduler.tinker import downloads_api
 from opentinker.shared.config import Settings
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.security.authorization import DEFAULT_TENANT, Action, Principal, Role, Verdict
@@ -41,8 +44,11 @@ from opentinker.shared.spec.sweeps.children import SubmittedSpec, SweepSpec
 from opentinker.shared.state.plays import Play, Plays
 from opentinker.shared.state.sessions import session_id
 from opentinker.shared.state.store import Store
+from opentinker.shared.state.tinker import TinkerStore
+from opentinker.shared.types.tinker import LoraShape, Sampler, TinkerModel, TinkerSession
 from tests.conftest import Figure
 from tests.integration.access.askers import COLUMNS, MAY, PROVIDER, Who, session_of
+from tests.integration.tinker.site import BASE, checkpoint_of, start_server
 from tests.samples.upload_samples import package
 from tests.support.api import SPEC, Http, bearing, fits, new_key_of, write_checkpoint
 from tests.support.browsing import showing
@@ -67,11 +73,15 @@ class Things:
     sweep: str
     session: str
     play: str
+    tinker_session: str
+    model: str
+    sampler: str
 
     def of(self, route: Route) -> dict[str, str]:
         """Return the values for the places in the route's path. Raises KeyError for a place that this file does not
         know."""
-        family = route.path.split("/")[2]
+        parts = route.path.split("/")
+        family = "/".join(parts[1:4]) if route.path.startswith(TINKER) else parts[2]
         return {place: str(getattr(self, name, name)) for place, name in PLACES.get(family, {}).items()}
 
 
@@ -84,12 +94,16 @@ PLACES: dict[str, dict[str, str]] = {
     "sweeps": {"id": "sweep"},
     "sessions": {"id": "session"},
     "plays": {"play": "play"},
+    "api/v1/sessions": {"id": "tinker_session"},
+    "api/v1/samplers": {"id": "sampler"},
+    "api/v1/training_runs": {"model": "model", "kind": "weights", "name": "first"},
 }
-"""By the first part of a path below /v1: whose name stands where, or what else does."""
+"""By the first part of a path below /v1, by the whole of it below /api/v1: whose name stands where, or what else."""
 MAKES = {
     ("GET", "/v1/served/{name}"): {"name": "anything"},
     ("GET", "/page/{name}"): {"name": "icon.svg"},
     ("POST", "/v1/workers/{worker}/free"): {"worker": "rollout-none"},
+    ("GET", downloads_api.FILES): {"model": "any", "kind": "weights", "name": "any", "file": "any"},
 }
 """Routes whose path names what is to be made, or is everybody's: there is none that could be another's."""
 CHECK: Any = {
@@ -108,7 +122,7 @@ BODIES: dict[type[BaseModel], Any] = {
     PlayedTurn: {"turn": 9, "actions": [{}]},
     NewPublication: {"name": "x", "checkpoint": "j-0000000000@latest"},
 }
-ANY_BODY: dict[str, Any] = {"application/json": {}, "application/x-tar": None}
+ANY_BODY: dict[str, Any] = {"application/json": {}, "application/x-tar": None, "application/x-protobuf": None}
 """By media type: refused, but by who would be allowed to send a better one."""
 
 
@@ -157,6 +171,9 @@ class Site:
             things.sweep,
             things.session,
             things.play,
+            things.tinker_session,
+            things.model,
+            things.sampler,
         ]
 
 
@@ -191,8 +208,22 @@ async def site(ctx: Context, store: Store, tmp_path: Any, monkeypatch: pytest.Mo
             await Plays(store.redis).begin(tenant, "", play, time.time())
             key = (parse(await new_key_of(store, tenant, Role.VIEWER)) or ("", ""))[1]
             signed = session_id(await session_of(store, tenant, Role.VIEWER)) or ""
-            things[tenant] = Things(job, own, key, publication, check, sweep, signed, play.id)
+            tinker = await tinker_things(ctx, tenant)
+            things[tenant] = Things(job, own, key, publication, check, sweep, signed, play.id, *tinker)
         yield Site(http, made[0].routes, things)
+
+
+async def tinker_things(ctx: Context, tenant: str) -> tuple[str, str, str]:
+    """A session of the Tinker API, a model with a checkpoint, a sampler."""
+    store, id = TinkerStore(ctx.store.redis), f"s-{hashlib.sha256(tenant.encode()).hexdigest()[:20]}"
+    job = await start_server(ctx, tenant)
+    await store.open_session(TinkerSession(id=id, tenant=tenant, created=time.time()))
+    shape = {"base": BASE, "tenant": tenant, "job": job}
+    model, sampler = f"{id}:train:0", f"{id}:sampler:0"
+    await store.add_model(TinkerModel(id=model, lora=LoraShape(rank=8), created=time.time(), **shape))
+    await store.add_sampler(Sampler(id=sampler, session=id, **shape))
+    await store.add_checkpoint(checkpoint_of(ctx, model, tenant))
+    return id, model, sampler
 
 
 def order(route: Route) -> tuple[int, str]:
@@ -266,6 +297,9 @@ def objects(site: Site, who: Who, route: Route) -> dict[str, Things]:
         "s-0000000000",
         "0000000000",
         "no-such-play",
+        f"s-{'0' * 20}",
+        f"s-{'0' * 20}:train:0",
+        f"s-{'0' * 20}:sampler:0",
     )
     return {UNKNOWN: nothing, FOREIGN: site.things[other], OWN: site.things[own]}
 
@@ -282,6 +316,9 @@ def said(body: Any, things: Things) -> str:
         things.check,
         things.session,
         things.play,
+        things.model,
+        things.sampler,
+        things.tinker_session,
     ):
         text = text.replace(name, "X")
     return text
@@ -360,4 +397,6 @@ def test_nothing_is_served_that_is_not_in_the_table(ctx: Context) -> None:
         "/v1/login",
         "/v1/login/oidc",
         "/v1/login/oidc/callback",
+        "/api/v1/healthz",
+        downloads_api.FILES,
     }
