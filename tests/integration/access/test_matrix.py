@@ -297,9 +297,9 @@ def objects(site: Site, who: Who, route: Route) -> dict[str, Things]:
         "s-0000000000",
         "0000000000",
         "no-such-play",
-        f"s-{'0' * 20}",
-        f"s-{'0' * 20}:train:0",
-        f"s-{'0' * 20}:sampler:0",
+        f"s-{'f' * 20}",
+        f"s-{'f' * 20}:train:0",
+        f"s-{'f' * 20}:sampler:0",
     )
     return {UNKNOWN: nothing, FOREIGN: site.things[other], OWN: site.things[own]}
 
