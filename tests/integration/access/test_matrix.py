@@ -218,7 +218,7 @@ async def tinker_things(ctx: Context, tenant: str) -> tuple[str, str, str]:
     store, id = TinkerStore(ctx.store.redis), f"s-{hashlib.sha256(tenant.encode()).hexdigest()[:20]}"
     job = await start_server(ctx, tenant)
     await store.open_session(TinkerSession(id=id, tenant=tenant, created=time.time()))
-    shape = {"base": BASE, "tenant": tenant, "job": job}
+    shape: dict[str, Any] = {"base": BASE, "tenant": tenant, "job": job}
     model, sampler = f"{id}:train:0", f"{id}:sampler:0"
     await store.add_model(TinkerModel(id=model, lora=LoraShape(rank=8), created=time.time(), **shape))
     await store.add_sampler(Sampler(id=sampler, session=id, **shape))
