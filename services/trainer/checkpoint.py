@@ -243,10 +243,16 @@ def sweep(root: Path, keep: int, epoch: int, needed: Collection[int] = ()) -> No
 
 def remove(directory: Path, epoch: int) -> None:
     """Remove what `commit` wrote. Raises Fenced, with nothing removed, if a newer epoch has fenced the root."""
-    root = directory.parent
+    with owned(directory.parent, epoch):
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextmanager
+def owned(root: Path, epoch: int) -> Iterator[None]:
+    """Lock the directory against others on this machine. Raises Fenced if a newer epoch has fenced it."""
     with _locked(root):
         _refuse_epoch_below(fenced_epoch(root), epoch, root)
-        shutil.rmtree(directory, ignore_errors=True)
+        yield
 
 
 def _refuse_old_epoch(root: Path, manifest: Manifest) -> None:

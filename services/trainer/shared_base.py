@@ -148,7 +148,8 @@ class SharedBase:
         shutil.rmtree(store, ignore_errors=True)  # jobs resume from their checkpoints, not from what a bank has evicted
         model = BaseModel(spec.model.base, spec.model.dtype)
         # Not measured: the largest pass takes minutes on a CPU, and the operator has said how many jobs there are.
-        return BankLoop(AdapterBank(model, store, limits, slots=self._ctx.settings.bank_jobs))
+        clients = spec.tinker.max_adapters if spec.kind == "tinker" else 0
+        return BankLoop(AdapterBank(model, store, limits, slots=max(self._ctx.settings.bank_jobs, clients)))
 
 
 def _fingerprint(base: str) -> Files:

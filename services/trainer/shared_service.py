@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from opentinker.services.trainer.cpu_shares import CpuShare
 from opentinker.services.trainer.rl_loop import TrainerJob
 from opentinker.services.trainer.shared_base import SharedBase
 from opentinker.services.trainer.supervised_loop import SupervisedJob
@@ -55,9 +56,23 @@ async def _train(shared: SharedBase, worker: LeasedWorker, lease: Lease, spec: J
     worker.tell({"base": base})
     with shared.cpu.job(worker.ctx.worker) as share:
         async with shared.bank_for(lease.job, spec) as bank:
+            if spec.kind == "tinker":
+                await _serve_clients(bank, share, worker, lease, spec)
+                return
             name = f"{lease.job}.{lease.epoch}"
             share.tokens = lambda: bank.passed[name]
             await _train_in(bank, name, worker, lease, spec)
+
+
+async def _serve_clients(bank: BankLoop, share: CpuShare, worker: LeasedWorker, lease: Lease, spec: JobSpec) -> None:
+    from opentinker.services.trainer.tinker.tinker_job import TinkerJob
+
+    job = TinkerJob(worker, lease, spec, bank)
+    share.tokens = lambda: job.tokens
+    try:
+        await job.run()
+    finally:
+        worker.tell({})
 
 
 async def _train_in(bank: BankLoop, name: str, worker: LeasedWorker, lease: Lease, spec: JobSpec) -> None:

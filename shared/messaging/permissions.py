@@ -78,7 +78,7 @@ STREAM_USES: dict[str, dict[str, tuple[Use, ...]]] = {
     },
     TRAINER: {
         str(GROUPS.name): (Use.EMPTY,),
-        str(COMMANDS.name): (Use.EMPTY,),
+        str(COMMANDS.name): (Use.LOOK, Use.EMPTY),
         str(EXAMS.name): (Use.LOOK, Use.EMPTY),
         str(METRICS.name): (Use.LOOK,),
     },

@@ -153,6 +153,19 @@ class StoredMessages:
             with contextlib.suppress(codec.WireError):
                 found.append(subject.decode(raw.data or b""))
 
+    async def stored_at(self, subject: Subject[T], seq: int) -> T | None:
+        """Return the message with this stream sequence; None if it was removed. Raises WireError if it is no T."""
+        try:
+            raw = await patiently(lambda: self.js.get_msg(required_stream(subject), seq=seq))
+        except NotFoundError:
+            return None
+        return subject.decode(raw.data or b"")
+
+    async def newest(self, stream: str) -> int:
+        """Return the sequence of the last message that the stream took."""
+        info = await patiently(lambda: self.js.stream_info(stream))
+        return int(info.state.last_seq)
+
     async def last(self, subject: Subject[T], **keys: str) -> T | None:
         """The newest message stored for the subject. Raises WireError if it is no T."""
         try:

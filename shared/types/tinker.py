@@ -279,6 +279,8 @@ class TinkerCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
     size: int
     step: int
     expires: float = 0.0
+    seq: int = -1
+    """Number of the command that saved it."""
     public: bool = False
     metadata: dict[str, str] = {}
 

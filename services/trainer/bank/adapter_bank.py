@@ -94,6 +94,12 @@ class AdapterBank:
         """Add an adapter from a PEFT directory. Raises Refused, Conflict or OSError."""
         self._add(import_peft(self.base, self.limits, name, directory), owner)
 
+    def add(self, adapter: Adapter, *, owner: str = "") -> None:
+        """Add this adapter. Raises Refused if it is of another model, Conflict or OSError."""
+        self.limits.check_rank(adapter.shape.rank)
+        self.base.adapt_for(adapter.shape)
+        self._add(adapter.copy_to(self.base.device), owner)
+
     def _add(self, adapter: Adapter, owner: str) -> None:
         adapter.owner = owner
         self.residency.add(adapter)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from opentinker.shared.spec import LoraSpec
 from opentinker.shared.types.error_text import first_line
 from opentinker.shared.types.manifest import ADAPTER
 
+Write = Callable[[Path, bytes], object]
 CONFIG = "adapter_config.json"
 MAX_CONFIG_BYTES = 2**20
 UNUSABLE: dict[str, Any] = {
@@ -30,8 +32,9 @@ UNUSABLE: dict[str, Any] = {
 """Settings of PEFT that an adapter of a bank cannot have, with their neutral values."""
 
 
-def store(adapter: Adapter, path: Path) -> None:
-    """Write the whole state, bit for bit; after a power cut the file is the old one or the new one."""
+def store(adapter: Adapter, path: Path, **notes: str) -> None:
+    """Write the whole state, bit for bit, with notes that `notes_of` reads; after a power cut the file is the old one
+    or the new one."""
     about = {
         "owner": adapter.owner,
         "steps": adapter.steps,
@@ -41,7 +44,20 @@ def store(adapter: Adapter, path: Path) -> None:
         "config": adapter.config,
     }
     tensors = {name: vector.cpu() for name, vector in adapter.vectors.items()}
-    replace_durably(path, save(tensors, {"adapter": orjson.dumps(about).decode()}))
+    if not tensors["gradient"].any():
+        del tensors["gradient"]
+    replace_durably(path, save(tensors, {**notes, "adapter": orjson.dumps(about).decode()}))
+
+
+def notes_of(path: Path) -> dict[str, str]:
+    """Return what `store` was given. Raises Refused if the file is damaged, FileNotFoundError."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return dict(file.metadata() or {})
+    except FileNotFoundError:
+        raise
+    except (OSError, SafetensorError) as error:
+        raise Refused(f"{path} cannot be read: {first_line(error)}") from error
 
 
 def restore(name: str, path: Path) -> Adapter:
@@ -50,6 +66,7 @@ def restore(name: str, path: Path) -> Adapter:
         with safe_open(path, framework="pt") as file:
             about = orjson.loads(file.metadata()["adapter"])
             vectors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118 (no mapping)
+        vectors.setdefault("gradient", torch.zeros_like(vectors["weights"]))
         layers = {layer: (inputs, outputs) for layer, (inputs, outputs) in about["layers"]}
         shape = AdapterShape(about["rank"], about["scaling"], layers)
         return Adapter(name, shape, about["config"], steps=about["steps"], owner=about["owner"], **vectors)
@@ -68,16 +85,18 @@ def owner_of(path: Path) -> str | None:
         return None
 
 
-def export_peft(adapter: Adapter, directory: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Write the weights as PEFT reads them; each file is replaced whole."""
+def export_peft(
+    adapter: Adapter, directory: Path, dtype: torch.dtype = torch.float32, write: Write = replace_durably
+) -> None:
+    """Write the weights as PEFT reads them; by default each file is replaced whole."""
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {}
     for layer, pair in adapter.shape.pairs(adapter.weights).items():
         for matrix, tensor in (("lora_A", pair.a), ("lora_B", pair.b)):
             tensors[f"{PEFT_PREFIX}{layer}.{matrix}.weight"] = tensor.to("cpu", dtype, copy=True)
-    replace_durably(directory / ADAPTER, save(tensors))
+    write(directory / ADAPTER, save(tensors))
     config = {**adapter.config, "inference_mode": True}
-    replace_durably(directory / CONFIG, orjson.dumps(config, option=orjson.OPT_INDENT_2))
+    write(directory / CONFIG, orjson.dumps(config, option=orjson.OPT_INDENT_2))
 
 
 def import_peft(base: BaseModel, limits: BankLimits, name: str, directory: Path) -> Adapter:

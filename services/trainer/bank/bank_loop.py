@@ -13,9 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, Self
 
 import structlog
 from torch import Tensor
@@ -23,58 +22,24 @@ from torch import Tensor
 from opentinker.services.trainer.bank.adamw import AdamSettings, check_settings
 from opentinker.services.trainer.bank.adapter import Adapter
 from opentinker.services.trainer.bank.adapter_bank import AdapterBank, Rows, StepResult, UnitRows
+from opentinker.services.trainer.bank.bank_commands import (
+    BankCommand,
+    CallCommand,
+    ForwardCommand,
+    ForwardResult,
+    StepCommand,
+)
 from opentinker.services.trainer.bank.fair_queue import FairQueue, Waiting
 from opentinker.services.trainer.bank.limits import NotFinite
-from opentinker.services.trainer.bank.losses import F32, Datum, Loss, check_data, check_loss
+from opentinker.services.trainer.bank.losses import Datum, Loss, check_data, check_loss
 from opentinker.services.trainer.bank.mixed_batch import PieceResult
 from opentinker.services.trainer.bank.pass_part import PassOptions, Unit
+from opentinker.shared.asyncio_tools import Notifier
 from opentinker.shared.nn.packing import pack
 from opentinker.shared.spec import LoraSpec
 from opentinker.shared.types.errors import NotFound, OpenTinkerError
 
 log = structlog.get_logger()
-
-
-class ForwardResult(NamedTuple):
-    loss: float
-    """Sum over the command."""
-    logprobs: list[F32]
-    """[M] of each datum, M its learned tokens."""
-
-
-@dataclass(kw_only=True)
-class _Command:
-    answer: asyncio.Future[Any]
-    sent_at: float = field(default_factory=time.monotonic)
-    passes_s: float = 0.0
-    """Seconds of passes that it took part in."""
-
-
-@dataclass(kw_only=True)
-class _Forward(_Command):
-    units: int
-    make_rows: Callable[[int, int, bool], Rows | UnitRows]
-    """From the first and after the last of its units, and whether they are its last."""
-    backward: bool
-    done: int = 0
-    """Units."""
-    loss_sum: float = 0.0
-    logprobs: list[F32] = field(default_factory=list)
-
-
-@dataclass(kw_only=True)
-class _Step(_Command):
-    settings: AdamSettings
-
-
-@dataclass(kw_only=True)
-class _Call(_Command):
-    """Anything else that has its place in the order of an adapter's commands."""
-
-    function: Callable[[], Any]
-    removes: bool = False
-    """Whether later commands do not find the adapter."""
-    running: bool = False
 
 
 class BankLoop:
@@ -88,11 +53,11 @@ class BankLoop:
         another, so that results are bit for bit those of a tenant alone."""
         self.bank, self.coalesce_s, self.deterministic = bank, coalesce_s, deterministic
         limits = bank.limits
-        self._queue = FairQueue[_Command](limits.step_tokens if deterministic else limits.datum_tokens)
+        self._queue = FairQueue[BankCommand](limits.step_tokens if deterministic else limits.datum_tokens)
         self._thread = ThreadPoolExecutor(1, "bank")
         self._slots = asyncio.Lock()
         """Held from the load of adapters to the end of their pass, and while an adapter is added: adding evicts."""
-        self._wake = asyncio.Event()
+        self._wake, self._finished = asyncio.Event(), Notifier()
         self.passed: Counter[str] = Counter()
         """Tokens that went through passes, by tenant."""
         self.waited_s: dict[str, float] = {}
@@ -120,6 +85,7 @@ class BankLoop:
         """Cancel all commands: the loop has ended, or crashed."""
         for waiting in self._queue:
             waiting.command.answer.cancel()
+        self._finished.ring()
 
     @property
     def queue_reason(self) -> str:
@@ -135,6 +101,10 @@ class BankLoop:
     async def import_peft(self, tenant: str, adapter: str, directory: Path) -> None:
         """Likewise."""
         await self._add(adapter, lambda: self.bank.import_peft(adapter, directory, owner=tenant))
+
+    async def add(self, tenant: str, adapter: Adapter) -> None:
+        """Add this one; likewise."""
+        await self._add(adapter.name, lambda: self.bank.add(adapter, owner=tenant))
 
     async def _add(self, adapter: str, function: Callable[[], None]) -> None:
         """Add an adapter; if it is cancelled before the end, remove it."""
@@ -175,7 +145,7 @@ class BankLoop:
         def rows(start: int, end: int, last: bool) -> Rows:
             return Rows(adapter, [data[n] for unit in units[start:end] for n in unit], loss, backward, last)
 
-        command = _Forward(answer=answer, units=len(units), make_rows=rows, backward=backward)
+        command = ForwardCommand(answer=answer, units=len(units), make_rows=rows, backward=backward)
         self._push(tenant, adapter, command, [sum(lengths[n] for n in unit) for unit in units])
         return await answer
 
@@ -186,48 +156,75 @@ class BankLoop:
         limits, tokens = self.bank.limits, [unit.tokens for unit in units]
         limits.check_lengths(tokens)
         limits.check_waiting(self._queue.tokens(tenant), sum(tokens))
-        answer: asyncio.Future[ForwardResult] = asyncio.get_running_loop().create_future()
+        return await self.send_units(tenant, adapter, units, options, backward=backward)
+
+    def send_units(
+        self, tenant: str, adapter: str, units: Sequence[Unit], options: PassOptions, *, backward: bool = True
+    ) -> asyncio.Future[ForwardResult]:
+        """The same, in the queue when it returns, for a tenant that bounds its commands by `wait_for_room`."""
 
         def rows(start: int, end: int, last: bool) -> UnitRows:
             return UnitRows(adapter, units[start:end], options, backward, last)
 
-        command = _Forward(answer=answer, units=len(units), make_rows=rows, backward=backward)
-        self._push(tenant, adapter, command, tokens)
-        return await answer
+        answer: asyncio.Future[ForwardResult] = asyncio.get_running_loop().create_future()
+        command = ForwardCommand(answer=answer, units=len(units), make_rows=rows, backward=backward)
+        self._push(tenant, adapter, command, [unit.tokens for unit in units])
+        return answer
+
+    async def wait_for_room(self, tenant: str, tokens: int = 0) -> None:
+        """Wait until a command with so many tokens keeps to the tenant's bounds of the queue; alone in it, one of any
+        size does."""
+        limits = self.bank.limits
+        while True:
+            self._require_running()
+            waiting, commands = self._queue.tokens(tenant), self._queue.commands(tenant)
+            if commands < limits.waiting_commands and (not waiting or waiting + tokens <= limits.waiting_tokens):
+                return
+            await self._finished.listen().wait()
 
     async def optim_step(self, tenant: str, adapter: str, settings: AdamSettings) -> StepResult:
         """Step the adapter and reset its gradient sum. Raises Refused or NotFound."""
+        return await self.send_step(tenant, adapter, settings)
+
+    def send_step(self, tenant: str, adapter: str, settings: AdamSettings) -> asyncio.Future[StepResult]:
+        """The same, in the queue when it returns."""
         check_settings(settings)
         answer: asyncio.Future[StepResult] = asyncio.get_running_loop().create_future()
-        self._push(tenant, adapter, _Step(answer=answer, settings=settings), [])
-        return await answer
+        self._push(tenant, adapter, StepCommand(answer=answer, settings=settings), [])
+        return answer
 
     async def export_peft(self, tenant: str, adapter: str, directory: Path) -> None:
         """Write the adapter as it is after its commands so far. Raises NotFound."""
-        await self._call(tenant, adapter, lambda: self.bank.export_peft(adapter, directory))
+        await self._send(tenant, adapter, lambda: self.bank.export_peft(adapter, directory))
 
     async def remove(self, tenant: str, adapter: str) -> None:
         """Remove the adapter after its commands so far; later ones do not find it. Raises NotFound."""
-        await self._call(tenant, adapter, lambda: self.bank.remove(adapter), removes=True)
+        await self._send(tenant, adapter, lambda: self.bank.remove(adapter), removes=True)
 
     async def read(self, tenant: str, adapter: str) -> Adapter:
         """Return a copy of the adapter as it is after its commands so far. Raises NotFound."""
-        return cast(Adapter, await self._call(tenant, adapter, lambda: self.bank.read(adapter)))
+        return await self.send_read(tenant, adapter)
+
+    def send_read(self, tenant: str, adapter: str) -> asyncio.Future[Adapter]:
+        """The same, in the queue when it returns."""
+        return self._send(tenant, adapter, lambda: self.bank.read(adapter))
 
     async def write(self, tenant: str, adapter: str, vectors: Mapping[str, Tensor], steps: int | None) -> None:
         """Replace vectors of the adapter after its commands so far; see `AdapterBank.write`. Raises NotFound."""
-        await self._call(tenant, adapter, lambda: self.bank.write(adapter, vectors, steps))
+        await self._send(tenant, adapter, lambda: self.bank.write(adapter, vectors, steps))
 
-    async def _call(self, tenant: str, adapter: str, function: Callable[[], Any], *, removes: bool = False) -> Any:
+    def _send(
+        self, tenant: str, adapter: str, function: Callable[[], Any], *, removes: bool = False
+    ) -> asyncio.Future[Any]:
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._push(tenant, adapter, _Call(answer=answer, function=function, removes=removes), [])
-        return await answer
+        self._push(tenant, adapter, CallCommand(answer=answer, function=function, removes=removes), [])
+        return answer
 
     def _require_running(self) -> None:
         if self.task.done():  # a command would wait for ever
             raise OpenTinkerError("the adapter bank of this trainer has ended")
 
-    def _push(self, tenant: str, adapter: str, command: _Command, units: list[int]) -> None:
+    def _push(self, tenant: str, adapter: str, command: BankCommand, units: list[int]) -> None:
         self._require_running()
         if self.bank.residency.owners.get(adapter) != tenant or self._is_being_removed(tenant, adapter):
             raise NotFound(f"there is no adapter {adapter!r}")
@@ -238,7 +235,9 @@ class BankLoop:
     def _is_being_removed(self, tenant: str, adapter: str) -> bool:
         last = self._queue.last(tenant, adapter)
         command = last.command if last else None
-        return isinstance(command, _Call) and command.removes and (command.running or not command.answer.cancelled())
+        return (
+            isinstance(command, CallCommand) and command.removes and (command.running or not command.answer.cancelled())
+        )
 
     async def _in_thread(self, function: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function)
@@ -277,18 +276,19 @@ class BankLoop:
                 if waiting.taken:
                     await self._in_thread(functools.partial(self.bank.drop_partial, waiting.adapter))
                 self._queue.finish(waiting)
+            self._finished.ring()
 
     async def _carry_out_steps(self) -> None:
         """Carry out a round of what is no pass and stands first: optimizer steps in one call."""
         chosen = self._queue.steps(self.bank.slots)
         async with self._slots:
-            await self._carry_out_optimizer_steps([one for one in chosen if isinstance(one.command, _Step)])
+            await self._carry_out_optimizer_steps([one for one in chosen if isinstance(one.command, StepCommand)])
         for waiting in chosen:
-            if isinstance(waiting.command, _Call) and not waiting.command.answer.cancelled():
+            if isinstance(waiting.command, CallCommand) and not waiting.command.answer.cancelled():
                 await self._carry_out_call(waiting, waiting.command)
 
-    async def _carry_out_optimizer_steps(self, chosen: Sequence[Waiting[_Command]]) -> None:
-        steps = [(w, w.command.settings) for w in await self._load(chosen) if isinstance(w.command, _Step)]
+    async def _carry_out_optimizer_steps(self, chosen: Sequence[Waiting[BankCommand]]) -> None:
+        steps = [(w, w.command.settings) for w in await self._load(chosen) if isinstance(w.command, StepCommand)]
         if steps:
             settings = [(waiting.adapter, settings) for waiting, settings in steps]
             results: Sequence[StepResult | Exception]
@@ -301,20 +301,20 @@ class BankLoop:
             for (waiting, _), result in zip(steps, results, strict=True):
                 self._answer(waiting, result)
 
-    async def _load(self, chosen: Sequence[Waiting[_Command]]) -> list[Waiting[_Command]]:
+    async def _load(self, chosen: Sequence[Waiting[BankCommand]]) -> list[Waiting[BankCommand]]:
         """Bring the adapters of commands into slots. Leaves out cancelled commands and, with their error as the answer,
         those whose adapter cannot be used."""
         if not chosen:
             return []
         names = [waiting.adapter for waiting in chosen]
-        changing = {w.adapter for w in chosen if not isinstance(w.command, _Forward) or w.command.backward}
+        changing = {w.adapter for w in chosen if not isinstance(w.command, ForwardCommand) or w.command.backward}
         unusable = await self._in_thread(lambda: self.bank.load(names, changing))
         for waiting in chosen:
             if waiting.adapter in unusable:
                 self._answer(waiting, unusable[waiting.adapter])
         return [w for w in chosen if w.adapter not in unusable and not w.command.answer.cancelled()]
 
-    async def _carry_out_call(self, waiting: Waiting[_Command], command: _Call) -> None:
+    async def _carry_out_call(self, waiting: Waiting[BankCommand], command: CallCommand) -> None:
         command.running = True
         try:
             self._answer(waiting, await self._in_thread(command.function))
@@ -327,7 +327,7 @@ class BankLoop:
         async with self._slots:
             await self._run_rows(taken)
 
-    async def _run_rows(self, taken: Sequence[tuple[Waiting[_Command], int]]) -> None:
+    async def _run_rows(self, taken: Sequence[tuple[Waiting[BankCommand], int]]) -> None:
         counts = {id(waiting): count for waiting, count in taken}
         loaded = await self._load([waiting for waiting, _ in taken])
         if not loaded:
@@ -335,7 +335,7 @@ class BankLoop:
         rows = []
         for waiting in loaded:
             command, count = waiting.command, counts[id(waiting)]
-            assert isinstance(command, _Forward)
+            assert isinstance(command, ForwardCommand)
             self.passed[waiting.tenant] += sum(waiting.units[waiting.taken - count : waiting.taken])
             start, command.done = command.done, command.done + count
             rows.append(command.make_rows(start, command.done, command.done == command.units))
@@ -362,9 +362,9 @@ class BankLoop:
             return [failure]
         return [result for part in rows for result in await self._results([part])]
 
-    def _take_result(self, waiting: Waiting[_Command], result: PieceResult) -> None:
+    def _take_result(self, waiting: Waiting[BankCommand], result: PieceResult) -> None:
         command = waiting.command
-        assert isinstance(command, _Forward)
+        assert isinstance(command, ForwardCommand)
         command.loss_sum += result.loss
         command.logprobs += result.logprobs
         if not result.is_finite:
@@ -373,13 +373,13 @@ class BankLoop:
                 "gradient dropped; check advantages and log-probabilities, or load an earlier state of the adapter"
             ))  # fmt: skip
         elif command.done == command.units:
-            self._answer(waiting, ForwardResult(command.loss_sum, command.logprobs))
+            self._answer(waiting, ForwardResult(command.loss_sum, command.logprobs, command.waited_s))
 
-    def _answer(self, waiting: Waiting[_Command], result: object) -> None:
+    def _answer(self, waiting: Waiting[BankCommand], result: object) -> None:
         self._queue.finish(waiting)
+        self._finished.ring()
         command, answer = waiting.command, waiting.command.answer
-        waited_s = time.monotonic() - command.sent_at - command.passes_s
-        self.waited_s[waiting.tenant] = self.waited_s.get(waiting.tenant, 0.0) + max(0.0, waited_s)
+        self.waited_s[waiting.tenant] = self.waited_s.get(waiting.tenant, 0.0) + command.waited_s
         if answer.done():
             return  # cancelled meanwhile
         if isinstance(result, Exception):

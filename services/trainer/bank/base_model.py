@@ -31,6 +31,10 @@ class BaseModel:
         self.causal.requires_grad_(False)
         self.vocabulary: int = self.causal.get_input_embeddings().num_embeddings
         self._outline = _outline(self.causal)
+        head = self._head_name()
+        linear = [name for name, module in self._outline.named_modules() if isinstance(module, nn.Linear)]
+        self.layers = [name for name in linear if name != head]
+        """Names of the linear layers that an adapter may have."""
         self.segments = Segments(device)
         self._adapted: set[str] = set()
 

@@ -28,10 +28,12 @@ HEAVY = {
         "services.rollout_worker.engines": "merged_adapter packed_layers prompt_logits shards vllm vllm_config "
         "vllm_images vllm_process vllm_sampling vllm_worker_extension",
         "services.trainer.algorithm": "corrections losses objective preference",
-        "services.trainer.bank": "adamw adapted_linear adapter adapter_bank adapter_files adapter_tensors bank_loop "
-        "base_model capacity job_adapter losses mixed_batch pass_part residency shared_learners",
+        "services.trainer.bank": "adamw adapted_linear adapter adapter_bank adapter_files adapter_tensors "
+        "bank_commands bank_loop base_model capacity job_adapter losses mixed_batch pass_part residency "
+        "shared_learners",
         "services.trainer.batch": "micro_batch row_batch token_metrics",
         "services.trainer.distributed": "multi_rank_learner process_group rank_main zero",
+        "services.trainer.tinker": "losses model_commands model_files model_runner tinker_job",
         "services.trainer.learners": "critic dpo optimizer_state policy_model rl sft supervised",
         "shared.nn": "attention buckets collective_link cuda_ipc forward grid_positions layers layout lora models "
         "shared_segment slot_link transport vision",

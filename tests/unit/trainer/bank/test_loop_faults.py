@@ -15,7 +15,8 @@ import torch
 from opentinker.services.trainer.bank.adamw import AdamSettings
 from opentinker.services.trainer.bank.adapter import AdapterShape
 from opentinker.services.trainer.bank.adapter_bank import AdapterBank
-from opentinker.services.trainer.bank.bank_loop import BankLoop, ForwardResult
+from opentinker.services.trainer.bank.bank_commands import ForwardResult
+from opentinker.services.trainer.bank.bank_loop import BankLoop
 from opentinker.services.trainer.bank.limits import Refused
 from opentinker.services.trainer.bank.losses import Loss
 from opentinker.services.trainer.bank.mixed_batch import MixedBatch

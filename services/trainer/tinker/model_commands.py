@@ -1,0 +1,233 @@
+"""Carries out commands of one model with its adapter in the bank."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Awaitable
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from opentinker.services.trainer.bank.adamw import AdamSettings
+from opentinker.services.trainer.bank.adapter import Adapter, AdapterShape
+from opentinker.services.trainer.bank.adapter_bank import StepResult
+from opentinker.services.trainer.bank.bank_commands import ForwardResult
+from opentinker.services.trainer.bank.limits import Refused
+from opentinker.services.trainer.bank.pass_part import PassOptions, Unit
+from opentinker.services.trainer.tinker import model_files
+from opentinker.services.trainer.tinker.losses import (
+    Columns,
+    DataLoss,
+    find_loss,
+    metrics_of,
+    read_data,
+    split,
+    units_of,
+)
+from opentinker.services.trainer.tinker.model_files import ModelNotes
+from opentinker.services.trainer.tinker.model_layers import lora_of
+from opentinker.services.trainer.tinker.tinker_lease import TinkerLease
+from opentinker.shared.types.errors import NotFound
+from opentinker.shared.types.tinker import (
+    Command,
+    Create,
+    ForwardBackward,
+    Forwarded,
+    Load,
+    Loaded,
+    LoraShape,
+    OptimStep,
+    Result,
+    Sampler,
+    Save,
+    Saved,
+    Skip,
+    Stepped,
+    TinkerCheckpoint,
+)
+
+log = structlog.get_logger()
+
+FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
+SAMPLER_NAME = re.compile(r"\w[\w.:-]{0,127}", re.ASCII)
+
+
+class ModelCommands:
+    """The adapter is in the bank from `create` or `restore` to `leave`."""
+
+    def __init__(self, shared: TinkerLease, model: str) -> None:
+        self._shared, self._bank, self.model = shared, shared.bank, model
+        self.adapter = f"{model}.{shared.lease.epoch}"
+        """Its name in the bank: of a lease, because an earlier one may still be leaving."""
+        self.tenant = ""
+        self.lora = LoraShape(rank=1)
+        self.passes = 0
+        """Commands forward_backward that were sent to the bank."""
+        self._shape: AdapterShape | None = None
+        self._files = asyncio.Lock()
+        """Held while a checkpoint is written: saves take their turns."""
+
+    async def create(self, command: Command, body: Create) -> None:
+        """Add the adapter to the bank. Raises Refused, Conflict or OSError."""
+        if body.lora.rank > (most := self._shared.spec.tinker.max_rank):
+            raise Refused(
+                f"rank {body.lora.rank} is above the largest rank of this server, {most}; choose a lower rank"
+            )
+        lora = lora_of(body.lora, self._bank.bank.base.layers)
+        await self._bank.create(command.tenant, self.adapter, lora, body.lora.seed)
+        self.tenant, self.lora, self.passes = command.tenant, body.lora, 0
+        await self._bank.wait_for_room(self.tenant)
+        self._shape = (await self._bank.read(self.tenant, self.adapter)).shape
+        try:
+            if body.start:
+                await self._replace(Path(body.start), optimizer=body.optimizer)
+        except BaseException:
+            await self.leave()
+            raise
+
+    async def restore(self, adapter: Adapter, notes: ModelNotes) -> None:
+        """Add the adapter as it was stored. Raises Refused or OSError."""
+        self.tenant, self.lora, self.passes, self._shape = notes.tenant, notes.lora, notes.passes, adapter.shape
+        await self._bank.add(self.tenant, adapter)
+
+    async def load(self, body: Load) -> Loaded:
+        """Replace the weights. Raises Refused, and then has changed nothing."""
+        await self._replace(Path(body.directory), optimizer=body.optimizer)
+        return Loaded(path=body.path)
+
+    async def _replace(self, directory: Path, *, optimizer: bool) -> None:
+        assert self._shape is not None
+        vectors, steps = await asyncio.to_thread(model_files.read_vectors, directory, self._shape, optimizer=optimizer)
+        await self._bank.wait_for_room(self.tenant)
+        await self._bank.write(self.tenant, self.adapter, vectors, steps)
+
+    async def leave(self) -> None:
+        """Remove the adapter from the bank, if it is there."""
+        await self._bank.wait_for_room(self.tenant)
+        with suppress(NotFound):
+            await self._bank.remove(self.tenant, self.adapter)
+
+    def read(self, seq: int) -> tuple[asyncio.Future[Adapter], ModelNotes]:
+        """Return the adapter as it is after what was sent so far, which is up to command `seq`."""
+        notes = ModelNotes(seq=seq, tenant=self.tenant, lora=self.lora, passes=self.passes)
+        return self._bank.send_read(self.tenant, self.adapter), notes
+
+    async def begin(self, command: Command, *, arrived_at: float, repeated: bool) -> Awaitable[Result]:
+        """Send a command to the bank, after those before it, and return what waits for its result. `repeated`: it was
+        answered before. Raises Refused, and then has changed nothing."""
+        if command.tenant != self.tenant:
+            raise NotFound(f"model {self.model} does not exist")
+        body = command.body
+        if isinstance(body, ForwardBackward):
+            return await self._begin_pass(body, arrived_at, repeated=repeated)
+        await self._bank.wait_for_room(self.tenant)
+        if isinstance(body, OptimStep):
+            return self._stepped(
+                self._bank.send_step(self.tenant, self.adapter, _settings(body)), body, repeated=repeated
+            )
+        if isinstance(body, Save):
+            _check_names(body)
+            return self._saved(command, body, self._bank.send_read(self.tenant, self.adapter))
+        assert isinstance(body, Skip)
+        raise Refused(body.error)
+
+    # --- passes -------------------------------------------------------------------------------------------------
+
+    async def _begin_pass(self, body: ForwardBackward, arrived_at: float, *, repeated: bool) -> Awaitable[Result]:
+        loss = find_loss(body.loss, body.options)
+        data, units = await asyncio.to_thread(self._prepare, body, loss)
+        tokens = sum(unit.tokens for unit in units)
+        await self._bank.wait_for_room(self.tenant, tokens)
+        sent = self._bank.send_units(self.tenant, self.adapter, units, PassOptions(), backward=body.backward)
+        self.passes += 1
+        held_s = time.monotonic() - arrived_at
+        return self._forwarded(sent, loss, data, tokens, step=self.passes, held_s=held_s, repeated=repeated)
+
+    def _prepare(self, body: ForwardBackward, loss: DataLoss) -> tuple[list[Columns], list[Unit]]:
+        bank = self._bank.bank
+        data = read_data(body.data, loss, bank.base.vocabulary, bank.limits)
+        return data, units_of(data, loss, bank.limits.datum_tokens // 2)
+
+    async def _forwarded(
+        self, sent: asyncio.Future[ForwardResult], loss: DataLoss, data: list[Columns], tokens: int, *,
+        step: int, held_s: float, repeated: bool,
+    ) -> Forwarded:  # fmt: skip
+        result = await sent
+        logprobs = split(result.logprobs, data)
+        metrics = metrics_of(data, loss, logprobs, result.loss)
+        queue_s = held_s + result.waited_s
+        if not repeated:
+            self._shared.spent["tokens_trained"] += tokens
+            learned = metrics["tokens:sum"]
+            self._shared.curves.add_pass(
+                self.model, step, loss=result.loss, learned=learned, tokens=tokens, queue_s=queue_s
+            )
+        log.debug("passed", model=self.model, tokens=tokens, queue_s=round(queue_s, 4), loss=result.loss)
+        found = [part.astype("<f4", copy=False).tobytes() for part in logprobs]
+        return Forwarded(logprobs=found, widths=[datum.width for datum in data], metrics=metrics)
+
+    async def _stepped(self, sent: asyncio.Future[StepResult], body: OptimStep, *, repeated: bool) -> Stepped:
+        result = await sent
+        if not repeated:
+            self._shared.curves.add_step(self.model, result.steps)
+        return Stepped(metrics={"grad_norm": result.grad_norm, "lr": body.lr, "steps": float(result.steps)})
+
+    # --- saves --------------------------------------------------------------------------------------------------
+
+    async def _saved(self, command: Command, body: Save, reading: asyncio.Future[Adapter]) -> Saved:
+        adapter = await reading
+        async with self._files:
+            if body.name:
+                return await self._save_checkpoint(command, body, adapter)
+            return await self._save_sampler(command, body, adapter)
+
+    async def _save_checkpoint(self, command: Command, body: Save, adapter: Adapter) -> Saved:
+        shared, now, is_whole = self._shared, time.time(), body.kind == "weights"
+        made = TinkerCheckpoint(
+            model=self.model, tenant=self.tenant, kind=body.kind, name=body.name, base=shared.spec.model.base,
+            lora=self.lora, created=now, size=0, step=adapter.steps, seq=command.seq,
+            metadata=body.metadata, expires=now + body.ttl_s if body.ttl_s else 0.0,
+        )  # fmt: skip
+        known = [one for one in await shared.records.checkpoints(self.model) if one.path == made.path]
+        if known and known[0].seq == command.seq:  # before the trainer was killed
+            return Saved(path=made.path)
+        if is_whole and known and not body.overwrite and not (known[0].expires and known[0].expires <= now):
+            raise Refused(f"checkpoint {made.path} exists; choose another name, or save with overwrite")
+        directory = shared.place(self.model) / body.kind / body.name
+        dtype = self._bank.bank.base.dtype
+        size = await asyncio.to_thread(model_files.write_checkpoint, directory, adapter, dtype, optimizer=is_whole)
+        await shared.records.add_checkpoint(msgspec.structs.replace(made, size=size))
+        log.info("checkpoint_saved", path=made.path, step=made.step, bytes=size)
+        return Saved(path=made.path)
+
+    async def _save_sampler(self, command: Command, body: Save, adapter: Adapter) -> Saved:
+        directory = self._shared.place(self.model) / "samplers" / f"{body.sampler}@{command.seq}"
+        dtype = self._bank.bank.base.dtype
+        await asyncio.to_thread(model_files.write_sampler, directory, adapter, dtype)
+        await self._shared.records.add_sampler(Sampler(
+            id=body.sampler, tenant=self.tenant, session=self.model.partition(":")[0], job=self._shared.lease.job,
+            base=self._shared.spec.model.base, model=self.model, directory=str(directory),
+            version=f"{self.model}@{command.seq}", rank=self.lora.rank, follows=body.follows,
+        ))  # fmt: skip
+        return Saved(sampler=body.sampler)
+
+
+def _check_names(body: Save) -> None:
+    """Raise Refused for a name that is no name of a file."""
+    if body.name and not FILE_NAME.fullmatch(body.name):
+        raise Refused(
+            f"checkpoint name {body.name!r}: use 1 to 128 letters, digits and _ . -, beginning with a letter or a digit"
+        )
+    if not body.name and (body.kind != "sampler_weights" or not SAMPLER_NAME.fullmatch(body.sampler)):
+        raise Refused("a checkpoint of weights needs a name")
+
+
+def _settings(body: OptimStep) -> AdamSettings:
+    return AdamSettings(
+        lr=body.lr, beta1=body.beta1, beta2=body.beta2, eps=body.eps, weight_decay=body.weight_decay,
+        clip=body.clip or None,
+    )  # fmt: skip

@@ -1,0 +1,181 @@
+"""A model of the Tinker API on disk, below `tinker_place`.
+
+state/model.safetensors     weights, moments, gradient sum, and which commands they contain
+state/ended.json            the model has ended, and why
+state/.epoch                trainers of lower epochs may not write here
+weights/NAME/               checkpoint: PEFT adapter, and state.safetensors with moments too, in float32
+sampler_weights/NAME/       PEFT adapter
+samplers/SAMPLER@SEQ/       likewise, not synced: it need not outlive the machine
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from opentinker.services.trainer import checkpoint
+from opentinker.services.trainer.bank import adapter_files
+from opentinker.services.trainer.bank.adapter import Adapter, AdapterShape
+from opentinker.services.trainer.bank.adapter_tensors import MOMENTS, matrices
+from opentinker.services.trainer.bank.limits import Refused
+from opentinker.shared.data.safetensors_header import difference
+from opentinker.shared.durable_files import make_directories, replace_durably, sync_directory
+from opentinker.shared.types.error_text import first_line
+from opentinker.shared.types.manifest import ADAPTER
+from opentinker.shared.types.tinker import LoraShape
+
+STATE, ENDED, WHOLE = "model.safetensors", "ended.json", "state.safetensors"
+NOTES = "model"
+"""Name of the notes in a state file."""
+SAMPLER_KEPT_S = 600.0
+"""A sampler's files stay for so long after newer ones of its model were written: samples under way load them."""
+
+
+class ModelNotes(msgspec.Struct, frozen=True, kw_only=True):
+    seq: int
+    """Last command that the state contains."""
+    tenant: str
+    lora: LoraShape
+    passes: int
+    """Commands forward_backward so far."""
+
+
+class ModelEnd(msgspec.Struct, frozen=True, kw_only=True):
+    reason: str
+    """What later commands are answered."""
+
+
+def read_state(root: Path, epoch: int, name: str) -> tuple[Adapter, ModelNotes] | ModelEnd | None:
+    """Return the model's state as an adapter of this name; None if it was never stored. Trainers of lower epochs can
+    store none from now on. Raises Fenced, Refused for a damaged file, JobFailed."""
+    checkpoint.fence(root, epoch)
+    try:
+        return msgspec.json.decode((root / ENDED).read_bytes(), type=ModelEnd)
+    except FileNotFoundError:
+        pass
+    try:
+        notes = msgspec.json.decode(adapter_files.notes_of(root / STATE)[NOTES], type=ModelNotes)
+    except FileNotFoundError:
+        return None
+    except (KeyError, msgspec.MsgspecError) as error:
+        raise Refused(f"{root / STATE} cannot be read: {first_line(error)}") from error
+    return adapter_files.restore(name, root / STATE), notes
+
+
+def write_state(root: Path, epoch: int, adapter: Adapter, notes: ModelNotes) -> None:
+    """Replace the model's state. Raises Fenced if a trainer of a newer epoch has read it, OSError."""
+    with checkpoint.owned(root, epoch):
+        whole = replace(adapter, partial=None)
+        adapter_files.store(whole, root / STATE, **{NOTES: msgspec.json.encode(notes).decode()})
+
+
+def write_end(root: Path, epoch: int, end: ModelEnd) -> None:
+    """Replace the model's state by the reason of its end. Raises likewise."""
+    with checkpoint.owned(root, epoch):
+        replace_durably(root / ENDED, msgspec.json.encode(end))
+        (root / STATE).unlink(missing_ok=True)
+
+
+def write_checkpoint(directory: Path, adapter: Adapter, dtype: torch.dtype, *, optimizer: bool) -> int:
+    """Write a PEFT directory, with `optimizer` everything that training continues from; one of this name is replaced.
+    Returns its bytes. Raises OSError."""
+    with _replaced(directory) as temporary:
+        adapter_files.export_peft(adapter, temporary, dtype)
+        if optimizer:
+            unfinished = torch.zeros_like(adapter.gradient)
+            adapter_files.store(replace(adapter, gradient=unfinished, partial=None), temporary / WHOLE)
+        size = sum(path.stat().st_size for path in temporary.iterdir())
+    sync_directory(directory.parent)
+    return size
+
+
+def write_sampler(directory: Path, adapter: Adapter, dtype: torch.dtype) -> None:
+    """Write a PEFT directory without waiting for the disk. Raises OSError."""
+    with _replaced(directory) as temporary:
+        adapter_files.export_peft(adapter, temporary, dtype, Path.write_bytes)
+
+
+@contextmanager
+def _replaced(directory: Path) -> Iterator[Path]:
+    """Yield a new directory, which then takes the place of this one."""
+    make_directories(directory.parent)
+    mark = f"{os.getpid()}-{time.time_ns()}"
+    temporary, doomed = (directory.with_name(f".{directory.name}-{mark}-{what}") for what in ("new", "old"))
+    try:
+        temporary.mkdir()
+        yield temporary
+        if directory.exists():
+            directory.rename(doomed)
+        temporary.rename(directory)
+    finally:
+        for left in (temporary, doomed):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def read_vectors(directory: Path, shape: AdapterShape, *, optimizer: bool) -> tuple[dict[str, Tensor], int]:
+    """Return weights, moments and step count of a checkpoint; without `optimizer` those of a fresh one. Raises Refused
+    if it does not fit the shape."""
+    if not (directory / ADAPTER).exists():
+        raise Refused("the checkpoint does not exist any more; load another one")
+    if (directory / WHOLE).exists():
+        found = adapter_files.restore("checkpoint", directory / WHOLE)
+        if found.shape != shape:
+            raise Refused(_unfit(shape, found.shape))
+        vectors, steps = found.vectors, found.steps
+    elif optimizer:
+        raise Refused(
+            "weights for samplers have no optimizer state; load them without it, or a checkpoint of save_state"
+        )
+    else:
+        vectors, steps = {"weights": _peft_weights(directory, shape)}, 0
+    if not vectors["weights"].isfinite().all():
+        raise Refused("the checkpoint has weights that are not finite; load an earlier one")
+    if not optimizer:
+        zeros = torch.zeros_like(vectors["weights"])
+        return {"weights": vectors["weights"], **{moment: zeros for moment in MOMENTS}}, 0
+    return {name: vectors[name] for name in ("weights", *MOMENTS)}, steps
+
+
+def _unfit(shape: AdapterShape, found: AdapterShape) -> str:
+    if shape.rank != found.rank:
+        return (
+            f"the checkpoint has rank {found.rank}, and the model rank {shape.rank}; create the model from it instead"
+        )
+    odd = sorted(shape.layers.items() ^ found.layers.items())
+    layer = f", such as {odd[0][0]}" if odd else ""
+    return f"the checkpoint has other layers than the model{layer}; create the model from it instead"
+
+
+def _peft_weights(directory: Path, shape: AdapterShape) -> Tensor:
+    try:
+        saved = load_file(directory / ADAPTER)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise Refused(f"the checkpoint cannot be read: {first_line(error)}") from error
+    expected = dict(matrices(shape, torch.empty(shape.size)))
+    if odd := difference({n: t.shape for n, t in saved.items()}, {n: t.shape for n, t in expected.items()}):
+        raise Refused(f"the checkpoint does not fit the model: {odd}; create the model from it instead")
+    return torch.cat([saved[name].float().flatten() for name in expected])
+
+
+def remove_samplers(root: Path, *, now: float, all_of_them: bool = False) -> list[str]:
+    """Remove files of samplers below `root` that newer ones have followed for SAMPLER_KEPT_S. Returns their names."""
+    if not root.exists():
+        return []
+    written = sorted((path.stat().st_mtime, path) for path in root.iterdir() if not path.name.startswith("."))
+    newer = [time_ for time_, _ in written[1:]]
+    gone = [path for (_, path), after in zip(written, newer, strict=False) if now - after >= SAMPLER_KEPT_S]
+    gone = [path for _, path in written] if all_of_them else gone
+    for path in gone:
+        shutil.rmtree(path, ignore_errors=True)
+    return [path.name for path in gone]

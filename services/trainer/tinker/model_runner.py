@@ -1,0 +1,346 @@
+"""One model of the Tinker API in the trainer: its commands in order, its answers, and its state on disk.
+
+    offer --> by number --> sent to the bank in order --> results --> answers
+                                      '--> state, which covers commands up to one; the stream loses those
+
+A model comes with its first command, from its stored state, and leaves when it has been idle for long. After a crash
+its commands since the stored state are carried out again; answers that exist stay as they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+import structlog
+from redis.exceptions import RedisError
+
+from opentinker.services.trainer.bank.limits import Refused
+from opentinker.services.trainer.learners.base import is_out_of_memory
+from opentinker.services.trainer.tinker import model_files
+from opentinker.services.trainer.tinker.command_intake import Arrived, CommandIntake
+from opentinker.services.trainer.tinker.model_commands import ModelCommands
+from opentinker.services.trainer.tinker.model_files import ModelEnd
+from opentinker.services.trainer.tinker.tinker_lease import TinkerLease
+from opentinker.shared.asyncio_tools import cancel_and_wait, forward_exception, wait_event
+from opentinker.shared.types.error_text import first_line
+from opentinker.shared.types.errors import Conflict, Fenced, JobFailed, NotFound
+from opentinker.shared.types.tinker import (
+    Answer,
+    Command,
+    Create,
+    Failed,
+    ForwardBackward,
+    Load,
+    Loaded,
+    Result,
+    Save,
+    Skip,
+    Unload,
+)
+
+log = structlog.get_logger()
+
+IN_FLIGHT = 8
+"""Commands of a model that the bank has at a time: enough for it never to wait for the next."""
+CHORES_S = 5.0
+"""An idle model looks so often whether it should be stored or leave."""
+STORE_S = 30.0
+"""Shortest time between two stored states; longer where storing takes more than a tenth of it."""
+STORE_BYTES = 256 * 2**20
+"""Commands of so many bytes since the stored state make the next one due."""
+RESIDENT_S = 3600.0
+"""A model without commands for so long leaves the memory."""
+GAP_S = 600.0
+"""Commands whose predecessor has not come for so long are given up: its client has gone."""
+
+
+class ModelRunner:
+    def __init__(
+        self, shared: TinkerLease, intake: CommandIntake, model: str, *,
+        forget: Callable[[], None], broken: asyncio.Future[None],
+    ) -> None:  # fmt: skip
+        """`forget`: called when the model leaves. `broken`: gets what must end the lease."""
+        self._shared, self._intake, self.model = shared, intake, model
+        self._forget, self._broken = forget, broken
+        self._commands = ModelCommands(shared, model)
+        self._root = shared.place(model) / "state"
+        self._pending: dict[int, Arrived] = {}
+        self.uncovered: dict[int, int] = {}
+        """Place in the stream of the commands that the stored state does not contain, by number."""
+        self._bytes = 0
+        """Of those."""
+        self._news = asyncio.Event()
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        """Wait for the results of commands."""
+        self._ended: Failed | None = None
+        self._sent = self._stored = -1
+        """Last command that was sent to the bank, and that the stored state contains."""
+        self._storing: asyncio.Task[None] | None = None
+        self._state = asyncio.Lock()
+        """Held while the state is stored."""
+        self._stored_at = self._used_at = time.monotonic()
+        self._store_took_s = 0.0
+
+    def offer(self, arrived: Arrived) -> None:
+        """Take a command that has arrived, in any order, and once or more often."""
+        if arrived.seq not in self.uncovered and arrived.seq > self._stored:
+            self._bytes += arrived.size
+        self.uncovered.setdefault(arrived.seq, arrived.stream)
+        if arrived.seq in self._pending:
+            self._intake.drop(arrived)
+        else:
+            self._pending[arrived.seq] = arrived
+            self._news.set()
+
+    async def run(self) -> None:
+        """Consumes the model's commands in their order; waits for commands, woken by `offer`. Ends when the model has
+        left the memory. Raises Fenced, JobFailed, RedisError."""
+        await self._restore()
+        while True:
+            self._news.clear()
+            if self._ended is None and (arrived := self._pending.pop(self._sent + 1, None)) is not None:
+                await self._take(arrived)
+                continue
+            await self._answer_others()
+            if not await wait_event(self._news, CHORES_S) and await self._leaves():
+                return
+
+    async def _restore(self) -> None:
+        try:
+            found = await asyncio.to_thread(
+                model_files.read_state, self._root, self._shared.lease.epoch, self._commands.adapter
+            )
+            if isinstance(found, ModelEnd):
+                self._ended = Failed(error=found.reason)
+            elif found is not None:
+                adapter, notes = found
+                await self._commands.restore(adapter, notes)
+                self._sent = self._stored = notes.seq
+                log.info("model_restored", model=self.model, seq=notes.seq, step=adapter.steps)
+        except (Refused, Conflict, JobFailed, OSError) as error:
+            log.error("model_not_restored", model=self.model, error=str(error))
+            self._ended = Failed(error=f"model {self.model} cannot be read: {first_line(error)}", category="server")
+
+    # --- commands in order --------------------------------------------------------------------------------------
+
+    async def _take(self, arrived: Arrived) -> None:
+        """Carry out the next command, or begin it. It counts as sent in the moment in which the bank has it."""
+        while len(self._tasks) >= IN_FLIGHT:
+            await asyncio.wait(self._tasks.values(), return_when=asyncio.FIRST_COMPLETED)
+        command = await self._intake.command(arrived)
+        request = f"{self.model}#{arrived.seq}" if command is None else command.request
+        known = await self._shared.records.answered(request) if arrived.stream <= self._intake.replay_until else None
+        alone = command is not None and isinstance(command.body, Create | Load | Unload)
+        if alone or arrived.seq == 0:
+            await self._settle()
+        if command is not None and known is not None and _needs_no_repetition(command, known):
+            work: Awaitable[Result] = _of(known.result)
+        else:
+            work = await self._begin(command, arrived, repeated=known is not None)
+        self._sent, self._used_at = arrived.seq, time.monotonic()
+        if alone and self._ended is None:  # what it came from may be gone later
+            await self._store()
+        task = asyncio.create_task(self._finish(arrived.seq, request, work, is_known=known is not None))
+        self._tasks[arrived.seq] = task
+
+        def finished(done: asyncio.Task[None]) -> None:
+            forward_exception(done, self._broken)
+            if asyncio.iscoroutine(work):
+                work.close()  # if it was cancelled before it began
+
+        task.add_done_callback(finished)
+        self._store_if_due()
+
+    async def _begin(self, command: Command | None, arrived: Arrived, *, repeated: bool) -> Awaitable[Result]:
+        try:
+            if command is None:
+                return _of(Failed(error="the request cannot be read; send it with another client", category="server"))
+            if arrived.seq == 0 or isinstance(command.body, Create | Load | Unload):
+                return _of(await self._carry_out(command))
+            return await self._commands.begin(command, arrived_at=arrived.at, repeated=repeated)
+        except (Fenced, RedisError):
+            raise
+        except Exception as error:  # noqa: BLE001 - the command is answered with it; the others are not affected
+            return _of(_failure(error, self.model, arrived.seq))
+
+    async def _carry_out(self, command: Command) -> Result:
+        """Carry out a command that the model does alone. Raises Refused and so on."""
+        body = command.body
+        if self._sent >= 0 and command.tenant != self._commands.tenant:
+            raise NotFound(f"model {self.model} does not exist")
+        if isinstance(body, Load):
+            return await self._commands.load(body)
+        if isinstance(body, Unload):
+            await self._commands.leave()
+            await self._end(f"model {self.model} was unloaded; create another one")
+            return Loaded()
+        try:
+            if isinstance(body, Skip):
+                raise Refused(body.error)
+            if not isinstance(body, Create) or self._sent >= 0:
+                raise Refused("the first request of a model, and no other, creates it")
+            await self._commands.create(command, body)
+        except Exception as error:
+            if self._sent < 0:
+                await self._end(f"model {self.model} was not created: {first_line(error)}")
+            raise
+        return Loaded(path=body.start)
+
+    async def _end(self, reason: str) -> None:
+        end = ModelEnd(reason=reason)
+        await asyncio.to_thread(model_files.write_end, self._root, self._shared.lease.epoch, end)
+        self._ended = Failed(error=reason)
+        under_way = self._sent + 1
+        self.uncovered = {seq: place for seq, place in self.uncovered.items() if seq >= under_way}
+
+    async def _settle(self) -> None:
+        """Wait until all commands so far have their answers."""
+        if self._tasks:
+            await asyncio.wait(self._tasks.values())
+
+    async def _finish(self, seq: int, request: str, work: Awaitable[Result], *, is_known: bool) -> None:
+        """Answer a command once it has its result."""
+        try:
+            try:
+                result = await work
+            except (Fenced, RedisError):
+                raise
+            except Exception as error:  # noqa: BLE001 - likewise
+                result = _failure(error, self.model, seq)
+            if not is_known:
+                await self._shared.answer(request, result)
+            if self._ended is not None:
+                self.uncovered.pop(seq, None)
+        finally:
+            del self._tasks[seq]
+
+    async def _answer_others(self) -> None:
+        """Answer commands that will not be carried out: of a model that has ended, those that were before and have lost
+        their answer, and those whose predecessor does not come."""
+        now = time.monotonic()
+        for seq, arrived in list(self._pending.items()):
+            if self._ended is None and seq > self._sent and now - arrived.at < GAP_S:
+                continue
+            del self._pending[seq]
+            command = await self._intake.command(arrived)
+            request = f"{self.model}#{seq}" if command is None else command.request
+            if seq not in self._tasks:
+                await self._shared.answer(request, self._late_answer(seq, command))
+            if self._ended is not None or seq <= self._stored or seq > self._sent:
+                self.uncovered.pop(seq, None)
+
+    def _late_answer(self, seq: int, command: Command | None) -> Result:
+        """Return what is answered if there is no answer yet."""
+        body = None if command is None else command.body
+        if self._ended is not None:
+            return Loaded() if isinstance(body, Unload) else self._ended
+        if seq > self._sent:
+            before = f"request {self._sent + 1} of model {self.model}, which comes before it, has not come"
+            return Failed(error=f"{before} within {GAP_S:.0f} s", lost=True)
+        if isinstance(body, Create | Load):
+            return Loaded(path=body.path if isinstance(body, Load) else body.start)
+        return Failed(error="the request was carried out, and its result is not kept any more", category="server")
+
+    # --- state --------------------------------------------------------------------------------------------------
+
+    def _store_if_due(self) -> None:
+        """Begin to store the state if it is worth it."""
+        due_s = max(STORE_S, 10 * self._store_took_s)
+        is_due = time.monotonic() - self._stored_at >= due_s or self._bytes >= STORE_BYTES
+        if is_due and self._sent > self._stored and self._ended is None and self._storing is None:
+            self._storing = task = asyncio.create_task(self._store())
+
+            def stored(_: asyncio.Task[None]) -> None:
+                self._storing = None
+                forward_exception(task, self._broken)
+
+            task.add_done_callback(stored)
+
+    async def _store(self) -> None:
+        """Store the state after the commands so far, once they have their answers. A disk error is logged, and it is
+        tried again later. Raises Fenced, RedisError."""
+        async with self._state:
+            await self._shared.bank.wait_for_room(self._commands.tenant)
+            began, seq, counted = time.monotonic(), self._sent, self._bytes
+            try:
+                reading, notes = self._commands.read(seq)
+                adapter = await reading
+            except NotFound:  # it was not created, or has left
+                return
+            earlier = [task for number, task in self._tasks.items() if number <= seq]
+            if earlier:
+                await asyncio.wait(earlier)
+            if any(task.cancelled() or task.exception() for task in earlier):  # the lease ends: it is not answered
+                return
+            try:
+                await asyncio.to_thread(model_files.write_state, self._root, self._shared.lease.epoch, adapter, notes)
+            except OSError as error:
+                log.error("model_not_stored", model=self.model, error=str(error))
+                self._stored_at = time.monotonic()
+                return
+            self._stored, self._bytes = seq, self._bytes - counted
+            self._stored_at = time.monotonic()
+            self._store_took_s = self._stored_at - began
+            self.uncovered = {number: place for number, place in self.uncovered.items() if number > seq}
+        log.debug("model_stored", model=self.model, seq=seq, seconds=round(self._store_took_s, 3))
+
+    async def _leaves(self) -> bool:
+        """Store what is due; leave the memory after a long time without commands. Returns whether it has left."""
+        self._store_if_due()
+        is_idle = not (self._pending or self._tasks or self._storing)
+        has_adapter = self._sent >= 0 and self._ended is None
+        if not is_idle or time.monotonic() - self._used_at < (RESIDENT_S if has_adapter else CHORES_S):
+            return False
+        if has_adapter and (self._sent > self._stored):
+            return False
+        await self._commands.leave()
+        if self._pending:
+            await self._restore()
+            return False
+        log.info("model_left", model=self.model)
+        self._forget()
+        return True
+
+    async def close(self, *, save_s: float) -> None:
+        """Store the state if the commands under way end within the time, and remove the model from the bank. `run` has
+        ended before."""
+        if self._storing is not None:
+            await asyncio.wait([self._storing])
+        if save_s and self._tasks:
+            await asyncio.wait(self._tasks.values(), timeout=save_s)
+        if save_s and not (self._tasks or self._broken.done()) and self._sent > self._stored and self._ended is None:
+            await self._store()
+        await cancel_and_wait(*self._tasks.values())
+        await self._commands.leave()
+
+    @property
+    def unanswered(self) -> list[str]:
+        """Requests that have not been sent to the bank."""
+        return [f"{self.model}#{seq}" for seq in sorted(self._pending)]
+
+
+def _of(result: Result) -> asyncio.Future[Result]:
+    """Return what has this result already."""
+    found: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+    found.set_result(result)
+    return found
+
+
+def _needs_no_repetition(command: Command, known: Answer) -> bool:
+    """Return whether a command that was answered before has left nothing in the model, so that it need not be carried
+    out again."""
+    body = command.body
+    if isinstance(body, ForwardBackward):
+        return not body.backward or isinstance(known.result, Failed)
+    return isinstance(body, Save | Skip)
+
+
+def _failure(error: Exception, model: str, seq: int) -> Failed:
+    if isinstance(error, Refused | NotFound | Conflict):
+        return Failed(error=str(error))
+    log.error("command_failed", model=model, seq=seq, exc_info=error)
+    if is_out_of_memory(error):
+        return Failed(error="the request does not fit into memory; send fewer data, or shorter ones", category="server")
+    return Failed(error=f"the request failed: {first_line(error)}", category="server")

@@ -1,0 +1,160 @@
+"""Trains the models of clients of the Tinker API: the work of a lease of a job of kind `tinker`.
+
+intake   consumes COMMAND, and hands it to the runner of its model (`model_runner.py`)
+models   each consumes its commands in order; produces answers, ANSWERED, checkpoints and stored states
+tidy     removes expired checkpoints, old files of samplers, and what the stream keeps of covered commands
+report   produces METRIC
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import time
+from functools import partial
+from typing import Any
+
+import orjson
+import structlog
+
+from opentinker.services.trainer.bank.bank_loop import BankLoop
+from opentinker.services.trainer.tinker import model_files
+from opentinker.services.trainer.tinker.command_intake import Arrived, CommandIntake
+from opentinker.services.trainer.tinker.model_curves import REPORT_S, ModelCurves
+from opentinker.services.trainer.tinker.model_runner import ModelRunner
+from opentinker.services.trainer.tinker.tinker_lease import TinkerLease
+from opentinker.shared.asyncio_tools import cancel_and_wait, every, every_despite, finish_uncancelled, forward_exception
+from opentinker.shared.messaging.consumer import ConsumerDeleted
+from opentinker.shared.runtime.leased_worker import LeasedWorker
+from opentinker.shared.runtime.service import first_failure
+from opentinker.shared.spec import JobSpec
+from opentinker.shared.spec.engines import bank_of
+from opentinker.shared.state.tinker import TinkerStore
+from opentinker.shared.types.core import JobState, Lease
+from opentinker.shared.types.errors import Conflict, Fenced, NotFound
+from opentinker.shared.types.tinker import Failed
+
+log = structlog.get_logger()
+
+PURGE_S = 10.0
+TIDY_S = 60.0
+CLOSE_S = 10.0
+"""Commands under way may end within this time after the end of the lease; others are carried out by the next one."""
+
+
+class TinkerJob:
+    """Runs one lease's work. Raises JobFailed when the job cannot continue, Fenced when a newer epoch owns it."""
+
+    def __init__(self, worker: LeasedWorker, lease: Lease, spec: JobSpec, bank: BankLoop) -> None:
+        self.worker, self.lease, self.ctx = worker, lease, worker.ctx
+        self._models: dict[str, tuple[ModelRunner, asyncio.Task[None]]] = {}
+        records = TinkerStore(self.ctx.store.redis)
+        self._curves = ModelCurves(self.ctx.bus, lease.job, records, lambda: len(self._models))
+        self._shared = TinkerLease(self.ctx, lease, spec, bank, records, self._curves, worker.spent)
+        self._intake = CommandIntake(self.ctx, lease, self._offer)
+        self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._base = bank_of(spec.model_dump())
+        self._first_step = 0
+        """Optimizer steps of all models before this lease."""
+        self._shown_step = -1
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of its passes so far."""
+        return self._curves.tokens
+
+    async def run(self) -> None:
+        """Serve until the lease ends or is taken back, or the service stops."""
+        try:
+            await self._intake.open()
+            self._first_step = (await self.ctx.store.job(self.lease.job)).step
+            await self._show(resumed_step=self._first_step)
+            await self.worker.status("ready", job=self.lease.job, epoch=self.lease.epoch)
+            with contextlib.suppress(Conflict):  # cancelled in between: the lease is about to end
+                await self.ctx.store.transition(
+                    self.lease.job, JobState.RUNNING, allowed=(JobState.STARTING, JobState.RUNNING),
+                    epoch=self.lease.epoch,
+                )  # fmt: skip
+            await first_failure({
+                "intake": self._intake.run(),
+                "broken": asyncio.wait_for(self._broken, None),
+                "purge": every(PURGE_S, self._purge),
+                "tidy": every_despite(TIDY_S, self._tidy, "tidy_failed", OSError),
+                "report": every(REPORT_S, self._report),
+                "end": self.worker.ended(),
+            })  # fmt: skip
+        finally:
+            await finish_uncancelled(self._close())
+
+    def _offer(self, arrived: Arrived) -> None:
+        if arrived.model not in self._models:
+            forget = partial(self._forget, arrived.model)
+            runner = ModelRunner(self._shared, self._intake, arrived.model, forget=forget, broken=self._broken)
+            task = asyncio.create_task(runner.run(), name=arrived.model)
+            task.add_done_callback(lambda done: forward_exception(done, self._broken))
+            self._models[arrived.model] = runner, task
+        self._models[arrived.model][0].offer(arrived)
+
+    async def _report(self) -> None:
+        await self._curves.report()
+        self.worker.tell({"base": self._base, "queue": self._shared.bank.queue_reason})
+        if self._first_step + self._curves.steps != self._shown_step:
+            await self._show()
+
+    async def _show(self, **fields: Any) -> None:
+        """Show how far the models are, in the job's record."""
+        self._shown_step = self._first_step + self._curves.steps
+        if self._curves.loss is not None:
+            fields["progress"] = orjson.dumps({"loss": self._curves.loss}).decode()
+            fields["curve"] = orjson.dumps([float(f"{value:.4g}") for value in self._curves.curve.values]).decode()
+        await self.ctx.store.update(self.lease.job, epoch=self.lease.epoch, step=self._shown_step, **fields)
+
+    def _forget(self, model: str) -> None:
+        del self._models[model]
+        self._curves.forget(model)
+
+    async def _purge(self) -> None:
+        await self._intake.purge([place for runner, _ in self._models.values() for place in runner.uncovered.values()])
+
+    async def _tidy(self) -> None:
+        """Remove expired checkpoints, and files of samplers that newer ones have followed."""
+        records, now = self._shared.records, time.time()
+        for model in await records.models_of(self.lease.job):
+            place = self._shared.place(model)
+            for one in await records.checkpoints(model):
+                if one.expires and one.expires <= now:
+                    await asyncio.to_thread(shutil.rmtree, place / one.kind / one.name, ignore_errors=True)
+                    await records.remove_checkpoint(one)
+                    log.info("checkpoint_expired", path=one.path)
+            ended = await asyncio.to_thread((place / "state" / model_files.ENDED).exists)
+            await asyncio.to_thread(model_files.remove_samplers, place / "samplers", now=now, all_of_them=ended)
+
+    async def _close(self) -> None:
+        """Store what has changed, unless the job is over: then answer what waits."""
+        running = [task for _, task in self._models.values()]
+        await cancel_and_wait(*running)
+        is_over = await self._is_over()
+        runners = [runner for runner, _ in self._models.values()]
+        try:
+            save_s = 0.0 if is_over else CLOSE_S
+            closed = await asyncio.gather(*(runner.close(save_s=save_s) for runner in runners), return_exceptions=True)
+            for runner, error in zip(runners, closed, strict=True):
+                if isinstance(error, Exception):  # its commands are carried out again
+                    log.warning("model_not_stored", model=runner.model, error=str(error))
+            if is_over:
+                for request in [request for runner in runners for request in runner.unanswered]:
+                    await self._shared.answer(request, Failed(error="the Tinker server has ended", category="server"))
+            else:
+                with contextlib.suppress(Fenced, ConsumerDeleted):
+                    await self._purge()
+        finally:
+            await self._curves.report()
+            self._curves.close()
+            await self._intake.close()
+
+    async def _is_over(self) -> bool:
+        try:
+            return (await self.ctx.store.job(self.lease.job)).state.final
+        except NotFound:
+            return True

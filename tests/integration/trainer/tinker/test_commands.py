@@ -1,0 +1,327 @@
+"""What clients of a Tinker server are answered: order, losses, refusals, checkpoints, samplers."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from peft import PeftConfig
+from safetensors.torch import load_file
+
+from opentinker.services.trainer.tinker import command_intake, model_files, model_runner
+from opentinker.shared.messaging.subjects import ANSWERED, COMMAND, METRIC
+from opentinker.shared.types.core import JobState
+from opentinker.shared.types.errors import Fenced
+from opentinker.shared.types.tinker import (
+    Answered,
+    Create,
+    Failed,
+    Forwarded,
+    Load,
+    Loaded,
+    LoraShape,
+    Save,
+    Saved,
+    Skip,
+    Stepped,
+    Unload,
+    tinker_place,
+)
+from tests.conftest import WAIT_S, until
+from tests.integration.trainer.tinker.conftest import (
+    JOB,
+    LORA,
+    STEP,
+    Client,
+    Server,
+    f32,
+    forward_backward,
+    i32,
+    some_data,
+)
+
+
+def floats(data: bytes) -> np.ndarray[Any, Any]:
+    return np.frombuffer(data, "<f4")
+
+
+async def test_commands_are_carried_out_in_the_order_of_their_numbers(server: Server) -> None:
+    told = list[str]()
+
+    async def tell(answered: Answered) -> None:
+        told.append(answered.request)
+
+    await server.ctx.bus.listen(ANSWERED, tell, job="*")
+    first, second = Client(server, "s:train:0"), Client(server, "s:train:1")
+    for client in (first, second):
+        assert await client.create() == Loaded()
+    bodies = [forward_backward(1), forward_backward(2), STEP, forward_backward(3), STEP]
+    expected = [await first.call(body) for body in bodies]
+    for number in (4, 0, 3, 2, 1):
+        await second.send(bodies[number], seq=number + 1)
+    await second.send(bodies[1], seq=2, copy=" again")
+    found = [await second.result(f"{second.model}#{number + 1}") for number in range(5)]
+    assert found == expected
+    losses = [one.metrics["loss:sum"] for one in found if isinstance(one, Forwarded)]
+    assert len(losses) == 3 and all(math.isfinite(loss) for loss in losses)
+    assert isinstance(found[2], Stepped) and found[2].metrics["steps"] == 1.0 and found[2].metrics["grad_norm"] > 0
+    data, result = some_data(1), found[0]
+    assert isinstance(result, Forwarded) and result.widths == [1] * 5
+    weighted = sum(float(floats(one.weights) @ floats(got)) for one, got in zip(data, result.logprobs, strict=True))
+    assert losses[0] == pytest.approx(-weighted, rel=1e-5)
+    assert torch.equal(await server.adapter(first.model, "weights"), await server.adapter(second.model, "weights"))
+    await until(lambda: len(set(told)), lambda count: count == 12)
+
+
+async def test_a_refused_command_is_named_and_the_model_stays_usable(server: Server) -> None:
+    client, other = Client(server, "s:train:0"), Client(server, "s:train:0", tenant="other")
+    await client.create()
+    good = some_data(0)
+    short = [good[0], msgspec.structs.replace(good[1], targets=i32([5]))]
+    sampled = {"logprobs": f32([0.0] * 2), "advantages": f32([1e38] * 2), "weights": b""}
+    huge = [msgspec.structs.replace(good[0], tokens=i32([5, 6]), targets=i32([6, 7]), **sampled)]
+    for body, problem in (
+        (forward_backward(0, options={"beta": 1.0}), "no option 'beta'"),
+        (msgspec.structs.replace(forward_backward(0), data=short), "datum 1 has 1 targets"),
+        (msgspec.structs.replace(forward_backward(0), data=huge * 4, loss="dro"), "is not finite"),
+        (msgspec.structs.replace(STEP, beta1=1.0), "beta1"),
+        (Skip(error="no such loss"), "no such loss"),
+        (Save(kind="weights", name="../x"), "checkpoint name"),
+        (Load(path="tinker://x", directory="/nowhere"), "does not exist any more"),
+        (Create(lora=LORA), "the first request of a model"),
+    ):
+        failed = await client.call(body)
+        assert isinstance(failed, Failed) and failed.category == "user" and problem in failed.error
+    other.seq = client.seq
+    assert "does not exist" in (await other.call(STEP)).error
+    client.seq = other.seq
+    assert not (await server.adapter(client.model, "gradient")).any()
+    forward = await client.call(forward_backward(0, backward=False))
+    assert isinstance(forward, Forwarded) and not (await server.adapter(client.model, "gradient")).any()
+    assert (await client.call(forward_backward(0))).metrics == forward.metrics
+    assert (await client.call(STEP)).metrics["steps"] == 1.0
+
+
+async def test_a_model_that_cannot_be_created_says_so_to_every_later_command(server: Server) -> None:
+    for number, lora in enumerate((LoraShape(rank=9), LoraShape(rank=4, train_mlp=False, train_attn=False))):
+        client = Client(server, f"s:train:{number}")
+        assert isinstance(await client.create(lora), Failed)
+        assert f"{client.model} was not created" in (await client.call(STEP)).error
+        await server.stop()
+        await server.start()
+        assert f"{client.model} was not created" in (await client.call(STEP)).error
+
+
+@pytest.mark.parametrize(("mlp", "attention"), [(True, False), (False, True)])
+async def test_layers_are_chosen_by_their_kind(server: Server, mlp: bool, attention: bool) -> None:
+    client = Client(server, "s:train:0")
+    await client.create(LoraShape(rank=2, train_mlp=mlp, train_attn=attention))
+    saved = await client.call(Save(kind="sampler_weights", name="a"))
+    assert saved.path == "tinker://s:train:0/sampler_weights/a"
+    directory = tinker_place(server.data_dir, client.model) / "sampler_weights" / "a"
+    names = load_file(directory / "adapter_model.safetensors")
+    assert any(".mlp." in name for name in names) == mlp and any(".self_attn." in name for name in names) == attention
+    config = PeftConfig.from_pretrained(str(directory))
+    assert config.r == 2 and config.lora_alpha == 32
+
+
+async def test_checkpoints_are_saved_refused_replaced_loaded_and_begun_with(server: Server) -> None:
+    client = Client(server, "s:train:0")
+    await client.create()
+    for body in (forward_backward(0), STEP):
+        await client.call(body)
+    weights = (await server.adapter(client.model, "weights")).clone()
+    assert await client.call(Save(kind="weights", name="a", ttl_s=1000.0)) == Saved(path="tinker://s:train:0/weights/a")
+    directory = tinker_place(server.data_dir, client.model) / "weights" / "a"
+    (record,) = await server.records.checkpoints(client.model)
+    assert record.step == 1 and record.tenant == "acme" and record.lora == LORA
+    assert record.size == sum(path.stat().st_size for path in directory.iterdir())
+    assert record.expires == pytest.approx(time.time() + 1000.0, abs=100.0)
+    for body in (forward_backward(1), STEP):
+        await client.call(body)
+    assert "exists" in (await client.call(Save(kind="weights", name="a"))).error
+    path = "tinker://s:train:0/weights/a"
+    begun = {name: Client(server, f"s:train:{number}") for number, name in enumerate(("whole", "weights", "load"), 1)}
+    assert await begun["whole"].create(start=str(directory), optimizer=True) == Loaded(path=str(directory))
+    await begun["weights"].create(start=str(directory))
+    await begun["load"].create(LoraShape(rank=4, seed=9))
+    await begun["load"].call(forward_backward(5))
+    assert await begun["load"].call(Load(path=path, directory=str(directory), optimizer=True)) == Loaded(path=path)
+    assert not (await server.adapter("s:train:3", "gradient")).any()
+    for number, steps in ((1, 2.0), (2, 1.0), (3, 2.0)):
+        model = f"s:train:{number}"
+        assert torch.equal(await server.adapter(model, "weights"), weights)
+        assert bool((await server.adapter(model, "exp_avg")).any()) == (steps == 2.0)
+    for name, steps in (("whole", 2.0), ("weights", 1.0), ("load", 2.0)):
+        await begun[name].call(forward_backward(1))
+        assert (await begun[name].call(STEP)).metrics["steps"] == steps
+    expected = await server.adapter(client.model, "weights")
+    assert torch.equal(await server.adapter("s:train:1", "weights"), expected)
+    assert torch.equal(await server.adapter("s:train:3", "weights"), expected)
+    assert not torch.equal(await server.adapter("s:train:2", "weights"), expected)
+    assert isinstance(await client.call(Save(kind="weights", name="a", overwrite=True)), Saved)
+    small = Client(server, "s:train:4")
+    await small.create(LoraShape(rank=2))
+    assert "has rank 4" in (await small.call(Load(path=path, directory=str(directory)))).error
+    samplers = directory.parents[1] / "sampler_weights" / "a"
+    assert isinstance(await client.call(Save(kind="sampler_weights", name="a")), Saved)
+    assert isinstance(await client.call(Save(kind="sampler_weights", name="a")), Saved)  # names may be used again
+    load = Load(path=path, directory=str(samplers))
+    assert isinstance(await client.call(load), Loaded)
+    assert "no optimizer state" in (await client.call(msgspec.structs.replace(load, optimizer=True))).error
+
+
+async def test_weights_for_a_sampler_have_a_directory_and_a_record(server: Server) -> None:
+    client = Client(server, "s:train:0")
+    await client.create()
+    assert await client.call(Save(kind="sampler_weights", sampler="s:sampler:0")) == Saved(sampler="s:sampler:0")
+    sampler = await server.records.sampler("acme", "s:sampler:0")
+    assert (sampler.session, sampler.job, sampler.rank, sampler.version) == ("s", JOB, 4, "s:train:0@1")
+    root = tinker_place(server.data_dir, client.model) / "samplers"
+    old = root / "s:sampler:0@1"
+    assert sampler.directory == str(old)
+    assert sorted(path.name for path in old.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    await client.call(Save(kind="sampler_weights", sampler="s:sampler:1", follows=True))
+    newer = await server.records.sampler("acme", "s:sampler:1")
+    new = root / "s:sampler:1@2"
+    assert newer.follows and newer.directory == str(new)
+    now = new.stat().st_mtime
+    assert model_files.remove_samplers(root, now=now + model_files.SAMPLER_KEPT_S - 1) == []
+    assert model_files.remove_samplers(root, now=now + model_files.SAMPLER_KEPT_S) == [old.name]
+    assert new.exists()
+    await client.call(Unload())
+    await server.job._tidy()
+    assert not new.exists()
+
+
+async def test_expired_checkpoints_go_with_their_files(server: Server) -> None:
+    client = Client(server, "s:train:0")
+    await client.create()
+    await client.call(Save(kind="weights", name="short", ttl_s=1e-3))
+    await client.call(Save(kind="weights", name="long", ttl_s=1000.0))
+    await client.call(Save(kind="weights", name="kept"))
+    place = tinker_place(server.data_dir, client.model) / "weights"
+    await server.job._tidy()
+    assert sorted(path.name for path in place.iterdir()) == ["kept", "long"]
+    assert sorted(one.name for one in await server.records.checkpoints(client.model)) == ["kept", "long"]
+
+
+async def test_an_unloaded_model_refuses_later_commands_and_its_checkpoints_stay(server: Server) -> None:
+    client = Client(server, "s:train:0")
+    await client.create()
+    await client.call(Save(kind="weights", name="a"))
+    assert await client.call(Unload()) == Loaded()
+    assert not server.bank.bank.residency.places["slot"]
+    for _ in range(2):
+        assert "was unloaded" in (await client.call(STEP)).error
+        await server.stop()
+        await server.start()
+    assert [one.name for one in await server.records.checkpoints(client.model)] == ["a"]
+
+
+async def test_an_idle_model_leaves_and_comes_back(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_runner, "CHORES_S", 0.05)
+    monkeypatch.setattr(model_runner, "STORE_S", 0.05)
+    monkeypatch.setattr(model_runner, "RESIDENT_S", 0.2)
+    client = Client(server, "s:train:0")
+    await client.create()
+    for step in range(1, 4):
+        await client.call(forward_backward(step))
+        assert (await client.call(STEP)).metrics["steps"] == step
+        await until(lambda: len(server.job._models), lambda count: count == 0)
+        assert not server.bank.bank.residency.owners
+
+    async def left() -> int:
+        await server.job._purge()
+        return await server.ctx.bus.count("COMMANDS", COMMAND.at(job=JOB))
+
+    await until(left, lambda count: count == 0)
+
+
+async def test_commands_without_a_predecessor_are_given_up(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_runner, "CHORES_S", 0.05)
+    client = Client(server, "s:train:0")
+    await client.create()
+    late = await client.send(STEP, seq=3)
+    await client.call(STEP)
+    assert await server.records.answered(late) is None
+    monkeypatch.setattr(model_runner, "GAP_S", 0.2)
+    failed = await client.result(late)
+    assert isinstance(failed, Failed) and failed.lost and "request 2 of model s:train:0" in failed.error
+    assert isinstance(await client.call(STEP), Stepped)
+
+
+async def test_commands_beyond_the_bound_of_memory_are_read_again(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command_intake, "HELD_BYTES", 0)
+    client = Client(server, "s:train:0")
+    await client.create()
+    requests = [await client.send(forward_backward(number)) for number in range(12)]
+    results = [await client.result(request) for request in requests]
+    assert all(isinstance(result, Forwarded) for result in results)
+    unreadable = f"{client.model}#{client.seq}"
+    await server.ctx.bus.nc.publish(COMMAND.at(job=JOB), b"\xc1", headers={"Nats-Msg-Id": unreadable})
+    client.seq += 1
+    assert "cannot be read" in (await client.result(unreadable)).error
+    assert isinstance(await client.call(STEP), Stepped)
+
+
+async def test_tokens_losses_and_steps_are_reported(server: Server) -> None:
+    client = Client(server, "s:train:0")
+    await client.create()
+    result = await client.call(forward_backward(0))
+    tokens = sum(len(datum.tokens) // 4 for datum in some_data(0))
+    assert server.job.tokens == tokens and server.worker.spent["tokens_trained"] == tokens
+    metrics = await until(lambda: points(server), lambda found: "models/s:train:0/loss" in found)
+    assert metrics["models/s:train:0/loss"] == pytest.approx(result.metrics["loss:sum"] / tokens)
+    assert metrics["trainer/tokens"] == tokens and metrics["trainer/models"] == 1
+    await client.call(STEP)
+    await until(lambda: server.ctx.store.job(JOB), lambda job: job.step == 1)
+    progress = await until(lambda: server.records.progress(client.model), lambda found: found.steps == 1)
+    assert (progress.passes, progress.tokens) == (1, tokens)
+    assert progress.curve == [float(f"{metrics['models/s:train:0/loss']:.4g}")]
+    await server.stop()
+    await server.start()
+    await until(lambda: server.ctx.store.job(JOB), lambda job: job.resumed_step == 1)
+    await until(lambda: server.worker.info.detail.get("queue", ""), lambda queue: queue.startswith("slots 0/3"))
+
+
+async def points(server: Server) -> dict[str, float]:
+    found = await server.ctx.bus.history(METRIC, 0, 1000, job=JOB, source="trainer")
+    return {name: value for _, point in found for name, value in point.values.items()}
+
+
+async def test_an_older_trainer_writes_no_state_and_purges_nothing(server: Server) -> None:
+    client = Client(server, "s:train:0")
+    await client.create()
+    await client.call(forward_backward(0))
+    older, runner = server.job, server.job._models[client.model][0]
+    model_files.read_state(server.state(client.model), server.epoch + 1, "x")
+    with pytest.raises(Fenced):
+        await runner._store()
+    assert not (server.state(client.model) / model_files.STATE).exists()
+    await server.ctx.store.transition(JOB, JobState.STARTING, epoch=server.epoch + 1)
+    with pytest.raises(Fenced):
+        older._intake._purged = -1
+        await older._intake.purge([])
+
+
+async def test_the_end_of_the_job_answers_what_waits(server: Server) -> None:
+    client = Client(server, "s:train:0")
+    await client.create()
+    waiting = await client.send(STEP, seq=5)
+    runner = server.job._models[client.model][0]
+    await until(lambda: runner.unanswered)
+    await server.ctx.store.transition(JOB, JobState.CANCELLED)
+    assert server.running is not None
+    server.running.cancel()
+    await asyncio.wait([server.running], timeout=WAIT_S)
+    assert "has ended" in (await client.result(waiting)).error
+    assert not server.bank.bank.residency.owners
