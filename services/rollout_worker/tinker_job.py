@@ -64,6 +64,8 @@ class TinkerJob:
         """Samples of the requests that this worker has taken, and that are not drawn yet."""
         self.running = 0
         self.tasks: set[asyncio.Task[None]] = set()
+        self.current: set[str] = set()
+        """Ids of the requests that are being carried out."""
         self.place = asyncio.Event()
         self.numbers = count(1)
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -142,8 +144,12 @@ class TinkerJob:
         request = delivery.noun
         id = delivery.key if request is None else request.request
         left = 1 if request is None else max(1, request.count)
-        self.meter.counts["serving/requests"] += 1
+        is_copy = id in self.current
+        self.current.add(id)
         try:
+            if is_copy:  # our word that it is in progress came late: it is kept from now on, and acked in the end
+                return
+            self.meter.counts["serving/requests"] += 1
             with structlog.contextvars.bound_contextvars(request=id):
                 async with delivery.held(self.ack_wait_s):
                     if await self.store.answered(id) is not None:
@@ -157,6 +163,8 @@ class TinkerJob:
                         result = await self._result(request)
                     await self._keep(id, result)
         finally:
+            if not is_copy:
+                self.current.discard(id)
             self.open -= left
             self.place.set()
 

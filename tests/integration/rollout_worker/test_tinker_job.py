@@ -71,7 +71,8 @@ class Bench:
         self.bus, self.store = bus, store
         self.job = f"j-{uuid.uuid4().hex[:8]}"
         self.answers = TinkerStore(store.redis)
-        self.announced: list[str] = []
+        self.announced: set[str] = set()
+        self.ack_wait_s = 6.0
         self.settings: dict[str, Any] = {"max_adapters": 2, "max_rank": 8, "max_concurrent": 16}
 
     async def ask(self, id: str, prompt: list[int] = PROMPT, **fields: Any) -> str:
@@ -113,7 +114,7 @@ class Bench:
         ctx = Context("rollout-worker", name, Settings(), self.bus, self.store, log)
         worker = LeasedWorker(ctx, Pool.ROLLOUT, not_called)
         lease = Lease(job=self.job, worker=name, incarnation=worker.info.incarnation, epoch=1, pool=Pool.ROLLOUT)
-        return TinkerJob(worker, lease, spec, engine, ack_wait_s=0.5)
+        return TinkerJob(worker, lease, spec, engine, ack_wait_s=self.ack_wait_s)
 
     @asynccontextmanager
     async def serving(self, engine: Gated) -> AsyncIterator[TinkerJob]:
@@ -131,7 +132,7 @@ async def bench(bus: Bus, store: Store) -> AsyncIterator[Bench]:
     bench = Bench(bus, store)
 
     async def note(answered: Answered) -> None:
-        bench.announced.append(answered.request)
+        bench.announced.add(answered.request)
 
     heard = await bus.listen(ANSWERED, note, job=bench.job)
     yield bench
@@ -209,6 +210,7 @@ async def test_no_more_samples_than_allowed_are_in_the_engine(bench: Bench) -> N
 
 
 async def test_requests_of_a_lost_engine_are_answered_by_the_next_worker(bench: Bench) -> None:
+    bench.ack_wait_s = 0.5
     engine = Gated()
     engine.poison = [9]
     request = await bench.ask("1", [9])
@@ -220,6 +222,7 @@ async def test_requests_of_a_lost_engine_are_answered_by_the_next_worker(bench: 
 
 
 async def test_a_request_that_kills_every_engine_is_answered_in_the_end(bench: Bench) -> None:
+    bench.ack_wait_s = 0.5
     request = await bench.ask("1", [9])
     deaths = 0
     while await bench.waiting():
@@ -231,11 +234,12 @@ async def test_a_request_that_kills_every_engine_is_answered_in_the_end(bench: B
             return life.done() or not await bench.waiting()
 
         await until(over)
-        deaths += life.done()
+        if life.done():
+            deaths += isinstance(life.exception(), EngineLost)
         await cancel_and_wait(life)
         assert deaths <= MAX_DELIVERIES
     failed = await bench.failed(request)
-    assert failed.category == "server" and "came to no end" in failed.error and deaths == MAX_DELIVERIES
+    assert failed.category == "server" and "came to no end" in failed.error and deaths > 1
 
 
 async def test_a_worker_that_is_taken_back_answers_what_it_has_taken_and_leaves_the_rest(bench: Bench) -> None:
@@ -275,6 +279,23 @@ async def test_a_request_that_has_an_answer_is_not_drawn_again(bench: Bench) -> 
         await bench.bus.publish(SAMPLE, copy, "another message id", job=bench.job)
         await until(bench.waiting, lambda found: found == 0)
         assert await bench.sampled(request) == first and engine.asked == 1
+
+
+async def test_a_copy_of_what_is_being_drawn_waits_for_the_answer(bench: Bench) -> None:
+    bench.ack_wait_s = 0.5
+    engine = Gated(is_open=False)
+    async with bench.serving(engine) as job:
+        request = await bench.ask("1")
+        await until(lambda: engine.inside == 1)
+        copy = SampleRequest(request=request, tenant="t", prompt=np.asarray(PROMPT, "<i4").tobytes())
+        await bench.bus.publish(SAMPLE, copy, "another message id", job=bench.job)
+        consumer = f"sample-{bench.job}"
+        await until(lambda: bench.bus.js.consumer_info("SAMPLES", consumer), lambda info: info.num_ack_pending == 2)
+        await until(lambda: job.open == 1)
+        engine.gate.set()
+        await bench.sampled(request)
+        await until(bench.waiting, lambda found: found == 0)
+        assert engine.asked == 1
 
 
 async def test_it_reports_what_it_does(bench: Bench) -> None:
