@@ -164,7 +164,7 @@ class ModelCommands:
             self._shared.spent["tokens_trained"] += tokens
             learned = metrics["tokens:sum"]
             self._shared.curves.add_pass(
-                self.model, step, loss=result.loss, learned=learned, tokens=tokens, queue_s=queue_s
+                self.model, self.tenant, step, loss=result.loss, learned=learned, tokens=tokens, queue_s=queue_s
             )
         log.debug("passed", model=self.model, tokens=tokens, queue_s=round(queue_s, 4), loss=result.loss)
         found = [part.astype("<f4", copy=False).tobytes() for part in logprobs]
@@ -173,7 +173,7 @@ class ModelCommands:
     async def _stepped(self, sent: asyncio.Future[StepResult], body: OptimStep, *, repeated: bool) -> Stepped:
         result = await sent
         if not repeated:
-            self._shared.curves.add_step(self.model, result.steps)
+            self._shared.curves.add_step(self.model, self.tenant, result.steps)
         return Stepped(metrics={"grad_norm": result.grad_norm, "lr": body.lr, "steps": float(result.steps)})
 
     # --- saves --------------------------------------------------------------------------------------------------

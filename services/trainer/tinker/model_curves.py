@@ -1,7 +1,8 @@
 """Metrics of a job that serves the Tinker API: of all its models together, and the loss of each.
 
 tokens, tokens_per_s, queue_seconds, models     of the trainer, once a second while it has commands
-models/MODEL/loss, .../tokens                   of a model's passes since its last point; a loss is that of a token
+models/MODEL/loss, /tokens, /queue_seconds      of a model's passes since its last point; a loss is that of a token.
+                                                Models of other tenants have none, because the job's tenant reads them
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class _Passes:
 
 @dataclass
 class _Curve:
-    source: MetricSource
+    source: MetricSource | None
+    """None: the model is of another tenant than the job, whose metrics the job's tenant reads."""
     losses: ProgressCurve = field(default_factory=ProgressCurve)
     progress: ModelProgress | None = None
     """None: not read yet. It outlives the lease."""
@@ -54,6 +56,8 @@ class ModelCurves:
     def __init__(self, bus: Bus, job: str, records: TinkerStore, models: Callable[[], int]) -> None:
         """`models`: returns how many are in memory."""
         self._bus, self._job, self._records, self._models = bus, job, records, models
+        self.tenant = ""
+        """Of the job."""
         self._source = MetricSource(bus, job, TRAINER_SOURCE)
         self._curves: dict[str, _Curve] = {}
         self._passes, self._reported_at = _Passes(), time.monotonic()
@@ -66,12 +70,14 @@ class ModelCurves:
         self.curve = ProgressCurve()
         self._commands = 0
 
-    def add_pass(self, model: str, step: int, *, loss: float, learned: float, tokens: int, queue_s: float) -> None:
-        """Count a pass of a model. `step`: its number among those of the model."""
+    def add_pass(
+        self, model: str, tenant: str, step: int, *, loss: float, learned: float, tokens: int, queue_s: float
+    ) -> None:
+        """Count a pass of a tenant's model. `step`: its number among those of the model."""
         self.tokens += tokens
         self._commands += 1
         counted = [self._passes]
-        if (curve := self._curve(model)) is not None:
+        if (curve := self._curve(model, tenant)) is not None:
             curve.step = step
             counted.append(curve.passes)
         for passes in counted:
@@ -81,15 +87,17 @@ class ModelCurves:
             passes.tokens += tokens
             passes.queue_s += queue_s
 
-    def add_step(self, model: str, steps: int) -> None:
+    def add_step(self, model: str, tenant: str, steps: int) -> None:
         """Count an optimizer step. `steps`: those of the model, this one included."""
         self.steps += 1
-        if (curve := self._curve(model)) is not None:
+        if (curve := self._curve(model, tenant)) is not None:
             curve.steps = steps
 
-    def _curve(self, model: str) -> _Curve | None:
+    def _curve(self, model: str, tenant: str) -> _Curve | None:
         if model not in self._curves and len(self._curves) < MOST_CURVES:
-            source = MetricSource(self._bus, self._job, TRAINER_SOURCE, prefix=f"models/{model}/")
+            own = tenant == self.tenant
+            prefix = f"models/{model}/"
+            source = MetricSource(self._bus, self._job, TRAINER_SOURCE, prefix=prefix) if own else None
             self._curves[model] = _Curve(source)
         return self._curves.get(model)
 
@@ -130,13 +138,15 @@ class ModelCurves:
                 shown["loss"] = done.loss / done.learned
                 curve.losses.add(shown)
                 changes |= {"loss": shown["loss"], "curve": [float(f"{value:.4g}") for value in curve.losses.values]}
-            await curve.source.emit(curve.step, shown)
+            if curve.source is not None:
+                await curve.source.emit(curve.step, shown)
         curve.progress = msgspec.structs.replace(curve.progress, **changes)
         await self._records.set_progress(model, curve.progress)
 
     def forget(self, model: str) -> None:
         """The model leaves the memory."""
-        if (curve := self._curves.pop(model, None)) is not None:
+        curve = self._curves.pop(model, None)
+        if curve is not None and curve.source is not None:
             curve.source.close()
 
     def close(self) -> None:

@@ -68,7 +68,8 @@ class TinkerJob:
         """Serve until the lease ends or is taken back, or the service stops."""
         try:
             await self._intake.open()
-            self._first_step = (await self.ctx.store.job(self.lease.job)).step
+            job = await self.ctx.store.job(self.lease.job)
+            self._first_step, self._curves.tenant = job.step, job.tenant
             await self._show(resumed_step=self._first_step)
             await self.worker.status("ready", job=self.lease.job, epoch=self.lease.epoch)
             with contextlib.suppress(Conflict):  # cancelled in between: the lease is about to end
