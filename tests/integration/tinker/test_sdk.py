@@ -1,0 +1,59 @@
+"""The SDK of Tinker, unmodified, in several versions, against the API. Trainer and rollout worker are played."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+
+import pytest
+
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.types.tinker import Command, Sampler, Save, tinker_place
+from tests.integration.tinker.site import BASE, FakeWorkers, checkpoint_of, start_server
+from tests.support.api import OPERATOR
+from tests.support.tinker import environments
+
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
+
+
+class Saves(FakeWorkers):
+    """Workers that also keep records of what is saved."""
+
+    async def _carry_out(self, command: Command) -> None:
+        body = command.body
+        if isinstance(body, Save) and body.name:
+            saved = checkpoint_of(self.ctx, command.model, kind=body.kind, name=body.name)
+            await self.store.add_checkpoint(saved)
+        if isinstance(body, Save) and body.sampler:
+            place = str(tinker_place(self.ctx.settings.data_dir, command.model) / "samplers" / body.sampler)
+            session = command.model.partition(":")[0]
+            sampler = Sampler(
+                id=body.sampler, tenant=command.tenant, session=session, job=self.job, base=BASE, model=command.model,
+                directory=place, version=f"{command.model}@{command.seq}", rank=4, follows=body.follows,
+            )  # fmt: skip
+            await self.store.add_sampler(sampler)
+        await super()._carry_out(command)
+
+
+@pytest.mark.parametrize("version", environments.VERSIONS)
+async def test_a_client_trains_saves_and_samples(ctx: Context, url: str, version: str) -> None:
+    python = await asyncio.to_thread(environments.python_with, version)
+    job = await start_server(ctx)
+    async with Saves(ctx, job).work() as workers:
+        environ = {**os.environ, "TINKER_BASE_URL": url, "TINKER_API_KEY": f"tml-{OPERATOR}", "TINKER_TELEMETRY": "0"}
+        environ.pop("PYTHONPATH", None)
+        run = await asyncio.to_thread(
+            subprocess.run,
+            [str(python), str(environments.CLIENT_RUN), BASE],
+            env=environ, capture_output=True, text=True, timeout=300, check=False,
+        )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-3000:]
+    found = json.loads(run.stdout.splitlines()[-1])
+    assert found["version"] == version and found["bases"] == [BASE] and found["info"] == BASE
+    assert found["losses"] == [1.5] * 3 and found["lengths"] == [5, 3]
+    assert "has 1 rows" in found["refused"] or "weights" in found["refused"]
+    assert found["samples"] == [3, 3] and found["prompt_logprobs"] == [None, -2.0, -2.0]
+    assert {"weights/first", "sampler_weights/named"} <= set(found["checkpoints"])
+    assert [command.seq for command in workers.commands if ":train:0" in command.model][:3] == [0, 1, 2]
