@@ -10,6 +10,7 @@ targets of each of its positions.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -131,12 +132,12 @@ class Forwarded(msgspec.Struct, frozen=True, kw_only=True, tag="forwarded"):
     """Of each datum float32 [N, K]."""
     widths: list[int]
     """K of each datum."""
-    metrics: dict[str, float]
-    """NAME:REDUCTION -> value; `loss:sum` is always there."""
+    metrics: Mapping[str, float | None]
+    """NAME:REDUCTION -> value; `loss:sum` is always there. JSON has null for a number that is not finite."""
 
 
 class Stepped(msgspec.Struct, frozen=True, kw_only=True, tag="stepped"):
-    metrics: dict[str, float]
+    metrics: Mapping[str, float | None]
 
 
 class Saved(msgspec.Struct, frozen=True, kw_only=True, tag="saved"):

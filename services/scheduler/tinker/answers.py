@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -47,9 +47,9 @@ def _as_json(owner: str, result: Result) -> dict[str, Any]:
             raise NotImplementedError(type(result).__name__)
 
 
-def _finite(metrics: dict[str, float]) -> dict[str, float]:
+def _finite(metrics: Mapping[str, float | None]) -> dict[str, float]:
     """JSON has no NaN, and clients read no null here."""
-    return {name: value for name, value in metrics.items() if math.isfinite(value)}
+    return {name: value for name, value in metrics.items() if value is not None and math.isfinite(value)}
 
 
 # --- forward passes -------------------------------------------------------------------------------------------------
@@ -70,7 +70,9 @@ def _forwarded_json(result: Forwarded) -> dict[str, Any]:
 
 def _forwarded(result: Forwarded) -> Any:
     """Data of one width follow each other in a record; where the width changes, the next one begins."""
-    message = schema.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=_finite(result.metrics))
+    message = schema.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
+    for name, value in result.metrics.items():
+        message.metrics[name] = math.nan if value is None else value
     start = 0
     for end in range(1, len(result.widths) + 1):
         if end == len(result.widths) or result.widths[end] != result.widths[start]:

@@ -228,7 +228,8 @@ async def tinker_things(ctx: Context, tenant: str) -> tuple[str, str, str]:
 
 def order(route: Route) -> tuple[int, str]:
     """What ends an object comes last."""
-    last = route.method == "DELETE" or route.path.endswith(("/revoke", "/cancel", "/complete"))
+    ends = ("/revoke", "/cancel", "/complete")
+    last = (route.method == "DELETE" and not route.path.endswith("/publish")) or route.path.endswith(ends)
     return (3 if route.path == "/v1/session" else 2 if last else 0 if route.method == "GET" else 1), route.path
 
 

@@ -1,10 +1,9 @@
-"""A scheduler, a Tinker server with fake workers, and a client of its tenant."""
+"""A scheduler, a Tinker server with fake workers, and a user of its tenant."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
-import aiohttp
 import pytest
 
 from opentinker.services.scheduler.tinker import gateway
@@ -23,18 +22,11 @@ async def url(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[st
 
 
 @pytest.fixture
-async def http(url: str) -> AsyncIterator[Http]:
-    """Without a key."""
-    async with aiohttp.ClientSession() as session:
-        yield Http(session, url)
-
-
-@pytest.fixture
 async def workers(ctx: Context, url: str) -> AsyncIterator[FakeWorkers]:
     async with FakeWorkers(ctx, await start_server(ctx)).work() as workers:
         yield workers
 
 
 @pytest.fixture
-def client(http: Http, workers: FakeWorkers) -> Client:
-    return Client(http, OPERATOR)
+def user(api: Http, workers: FakeWorkers) -> Client:
+    return Client(api, OPERATOR)

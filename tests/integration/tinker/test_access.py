@@ -11,6 +11,7 @@ import orjson
 import pytest
 
 from opentinker.services.scheduler.tinker import expiry
+from opentinker.services.scheduler.tinker.access import Access
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.security.audit_log import folder, writers
 from opentinker.shared.security.authorization import Role
@@ -22,19 +23,19 @@ from tests.support.scheduling import running
 
 
 @pytest.fixture
-async def blue(http: Http, ctx: Context, workers: FakeWorkers) -> AsyncIterator[Client]:
-    """A client of a tenant to which the server is not open."""
-    yield Client(http, await new_key_of(ctx.store, "blue"))
+async def blue(api: Http, ctx: Context, workers: FakeWorkers) -> AsyncIterator[Client]:
+    """A user of a tenant to which the server is not open."""
+    yield Client(api, await new_key_of(ctx.store, "blue"))
 
 
 @pytest.fixture
-async def saved(client: Client, workers: FakeWorkers, ctx: Context) -> TinkerCheckpoint:
-    found = checkpoint_of(ctx, await client.model(), metadata={"renderer_name": "x"})
+async def saved(user: Client, workers: FakeWorkers, ctx: Context) -> TinkerCheckpoint:
+    found = checkpoint_of(ctx, await user.model(), metadata={"renderer_name": "x"})
     await workers.store.add_checkpoint(found)
     return found
 
 
-async def test_a_server_is_open_to_the_tenants_that_it_names(client: Client, blue: Client, ctx: Context) -> None:
+async def test_a_server_is_open_to_the_tenants_that_it_names(user: Client, blue: Client, ctx: Context) -> None:
     assert (await blue.get("get_server_capabilities"))[1] == {"supported_models": []}
     body = {"session_id": await blue.session(), "model_seq_id": 0, "base_model": BASE, "lora_config": {"rank": 4}}
     status, answer = await blue.post("create_model", **body)
@@ -48,7 +49,7 @@ async def test_a_server_is_open_to_the_tenants_that_it_names(client: Client, blu
 
 
 async def test_another_tenants_things_look_like_what_is_not_there(
-    client: Client, blue: Client, ctx: Context, saved: TinkerCheckpoint
+    user: Client, blue: Client, ctx: Context, saved: TinkerCheckpoint
 ) -> None:
     await start_server(ctx, open_to=["*"])
     session, absent = saved.model.partition(":")[0], "s-" + "f" * 20
@@ -74,12 +75,12 @@ async def test_another_tenants_things_look_like_what_is_not_there(
 
 
 async def test_a_public_checkpoint_is_loaded_and_downloaded_by_others_and_changed_by_its_tenant_alone(
-    client: Client, blue: Client, ctx: Context, saved: TinkerCheckpoint
+    user: Client, blue: Client, ctx: Context, saved: TinkerCheckpoint
 ) -> None:
     async with FakeWorkers(ctx, await start_server(ctx, open_to=["blue"])).work():
         place = f"training_runs/{saved.model}/checkpoints/weights/first"
         assert (await blue.get(f"{place}/external_weights_urls"))[0] == 404
-        assert (await client.send("POST", f"{place}/publish"))[0] == 200
+        assert (await user.send("POST", f"{place}/publish"))[0] == 200
         status, urls = await blue.get(f"{place}/external_weights_urls")
         assert status == 200 and sorted(urls["urls"]) == ["adapter_config.json", "adapter_model.safetensors"]
         assert (await blue.post("weights_info", tinker_path=saved.path))[1]["lora_rank"] == 8
@@ -87,129 +88,128 @@ async def test_a_public_checkpoint_is_loaded_and_downloaded_by_others_and_change
         await blue.result(await blue.ok("load_weights", **body))
         for method, end in (("POST", "/publish"), ("DELETE", "/publish"), ("PUT", "/ttl"), ("DELETE", "")):
             assert (await blue.send(method, place + end, {"ttl_seconds": 1}))[0] == 404
-        assert (await client.send("DELETE", f"{place}/publish"))[0] == 200
+        assert (await user.send("DELETE", f"{place}/publish"))[0] == 200
         assert (await blue.get(f"{place}/external_weights_urls"))[0] == 404
 
 
-async def test_files_come_by_signed_urls_without_a_key(client: Client, http: Http, saved: TinkerCheckpoint) -> None:
+async def test_files_come_by_signed_urls_without_a_key(user: Client, api: Http, saved: TinkerCheckpoint) -> None:
     place = f"training_runs/{saved.model}/checkpoints/weights/first"
-    _, found = await client.get(f"{place}/external_weights_urls")
-    url = found["urls"]["adapter_model.safetensors"].removeprefix(http.url)
-    assert await http("GET", url) == (200, f"adapter_model.safetensors of {saved.path}".encode())
+    _, found = await user.get(f"{place}/external_weights_urls")
+    url = found["urls"]["adapter_model.safetensors"].removeprefix(api.url)
+    assert await api("GET", url) == (200, f"adapter_model.safetensors of {saved.path}".encode())
     state = url.replace("adapter_model.safetensors", "state.safetensors")
     for wrong in (state, url.replace("signature=", "signature=0"), url.replace("expires=", "expires=1"), url[:-70]):
-        assert (await http("GET", wrong))[0] == 404
-    async with http.session.get(f"{http.url}/api/v1/{place}/archive", headers=client.headers) as response:
-        archive = tarfile.open(fileobj=io.BytesIO(await response.read()))
-        assert response.status == 200 and sorted(archive.getnames()) == sorted(found["urls"])
-    assert (await client.send("DELETE", place))[0] == 200
-    assert (await http("GET", url))[0] == 404 and (await client.send("DELETE", place))[0] == 404
+        assert (await api("GET", wrong))[0] == 404
+    async with api.session.get(f"{api.url}/api/v1/{place}/archive", headers=user.headers) as response:
+        assert response.status == 200
+        with tarfile.open(fileobj=io.BytesIO(await response.read())) as archive:
+            assert sorted(archive.getnames()) == sorted(found["urls"])
+    assert (await user.send("DELETE", place))[0] == 200
+    assert (await api("GET", url))[0] == 404 and (await user.send("DELETE", place))[0] == 404
 
 
-async def test_runs_and_checkpoints_are_listed(client: Client, saved: TinkerCheckpoint) -> None:
-    _, runs = await client.get("training_runs", params={"limit": 5, "offset": 0, "access_scope": "owned"})
+async def test_runs_and_checkpoints_are_listed(user: Client, saved: TinkerCheckpoint) -> None:
+    _, runs = await user.get("training_runs", params={"limit": 5, "offset": 0, "access_scope": "owned"})
     (run,) = runs["training_runs"]
     assert runs["cursor"] == {"offset": 0, "limit": 5, "total_count": 1}
-    assert (await client.get(f"training_runs/{saved.model}"))[1] == run
+    assert (await user.get(f"training_runs/{saved.model}"))[1] == run
     assert run["last_checkpoint"]["tinker_path"] == saved.path and run["last_sampler_checkpoint"] is None
-    _, listed = await client.get(f"training_runs/{saved.model}/checkpoints")
-    _, everywhere = await client.get("checkpoints")
+    _, listed = await user.get(f"training_runs/{saved.model}/checkpoints")
+    _, everywhere = await user.get("checkpoints")
     assert listed["checkpoints"] == everywhere["checkpoints"] == [run["last_checkpoint"]]
     assert listed["checkpoints"][0]["checkpoint_id"] == "weights/first"
     assert listed["checkpoints"][0]["user_metadata"] == {"renderer_name": "x"}
-    assert (await client.get("training_runs", params={"limit": "x"}))[0] == 422
+    assert (await user.get("training_runs", params={"limit": "x"}))[0] == 422
 
 
 async def test_a_checkpoint_whose_time_is_over_is_gone_with_its_files(
-    client: Client, workers: FakeWorkers, ctx: Context, saved: TinkerCheckpoint, monkeypatch: pytest.MonkeyPatch
+    user: Client, workers: FakeWorkers, ctx: Context, saved: TinkerCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = f"training_runs/{saved.model}/checkpoints/weights/first"
-    assert (await client.send("PUT", f"{place}/ttl", {"ttl_seconds": 3600}))[0] == 200
-    _, listed = await client.get("checkpoints")
+    assert (await user.send("PUT", f"{place}/ttl", {"ttl_seconds": 3600}))[0] == 200
+    _, listed = await user.get("checkpoints")
     assert listed["checkpoints"][0]["expires_at"] > listed["checkpoints"][0]["time"]
     assert await workers.store.expired(time.time()) == []
-    assert (await client.send("PUT", f"{place}/ttl", {"ttl_seconds": 0}))[0] == 200
-    assert (await client.get(f"{place}/external_weights_urls"))[0] == 404
+    assert (await user.send("PUT", f"{place}/ttl", {"ttl_seconds": 0}))[0] == 200
+    assert (await user.get(f"{place}/external_weights_urls"))[0] == 404
     monkeypatch.setattr(expiry, "ROUND_S", 0.01)
-    from opentinker.services.scheduler.tinker.access import Access
-
     access = Access(ctx)
     async with running(expiry.expire(access)):
         await until(lambda: not access.directory(saved).exists())
     assert await workers.store.checkpoints(saved.model) == []
 
 
-async def test_tokens_a_minute_are_bounded(client: Client, ctx: Context, workers: FakeWorkers) -> None:
+async def test_tokens_a_minute_are_bounded(user: Client, ctx: Context, workers: FakeWorkers) -> None:
     job = await start_server(ctx, tokens_per_minute=1000)
     async with FakeWorkers(ctx, job).work() as bounded:
-        body = {"session_id": await client.session(), "model_seq_id": 0, "base_model": job, "lora_config": {"rank": 4}}
-        model = (await client.result(await client.ok("create_model", **body)))["model_id"]
-        await client.raw("forward_backward", passes(model, 1))
+        body = {"session_id": await user.session(), "model_seq_id": 0, "base_model": job, "lora_config": {"rank": 4}}
+        model = (await user.result(await user.ok("create_model", **body)))["model_id"]
+        await user.raw("forward_backward", passes(model, 1))
         await bounded.store.spend(job, "default", int(time.time() // 60), 1000)
-        status, answer = await client.raw("forward_backward", passes(model, 2))
+        status, answer = await user.raw("forward_backward", passes(model, 2))
         if status == 200:  # a new minute has begun
             await bounded.store.spend(job, "default", int(time.time() // 60), 1000)
-            status, answer = await client.raw("forward_backward", passes(model, 3))
+            status, answer = await user.raw("forward_backward", passes(model, 3))
         assert status == 429 and "1000 a minute" in answer["detail"]
-        assert (await client.post("optim_step", model_id=model, seq_id=9))[0] == 200
+        assert (await user.post("optim_step", model_id=model, seq_id=9))[0] == 200
 
 
 async def test_too_many_commands_that_wait_are_refused(
-    client: Client, workers: FakeWorkers, monkeypatch: pytest.MonkeyPatch
+    user: Client, workers: FakeWorkers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("opentinker.shared.state.tinker.MAX_WAITING", 3)
-    model = await client.model()
+    model = await user.model()
     workers.answers = False
-    statuses = [(await client.post("optim_step", model_id=model, seq_id=seq))[0] for seq in range(1, 5)]
+    statuses = [(await user.post("optim_step", model_id=model, seq_id=seq))[0] for seq in range(1, 5)]
     assert statuses == [200, 200, 200, 429]
 
 
-async def test_a_session_from_its_opening_to_its_end(client: Client, workers: FakeWorkers) -> None:
-    opened = await client.ok(
+async def test_a_session_from_its_opening_to_its_end(user: Client, workers: FakeWorkers) -> None:
+    opened = await user.ok(
         "create_session", tags=["a"], user_metadata={"n": 1}, sdk_version="0.38.0", display_name="My run"
     )
     session = opened["session_id"]
     assert "train_unembed" in opened["warning_message"]
-    await client.ok("session_heartbeat", session_id=session)
-    model = await client.model(session)
-    _, found = await client.get(f"sessions/{session}")
+    await user.ok("session_heartbeat", session_id=session)
+    model = await user.model(session)
+    _, found = await user.get(f"sessions/{session}")
     assert found["training_run_ids"] == [model] and found["user_metadata"] == {"n": "1"}
-    assert (await client.get("sessions"))[1]["sessions"][0] == session
+    assert (await user.get("sessions"))[1]["sessions"][0] == session
     for status in ("active", "client_finished"):
-        (one,) = (await client.ok("sessions/search", display_name="run my"))["sessions"]
+        (one,) = (await user.ok("sessions/search", display_name="run my"))["sessions"]
         assert one["session_id"] == session and one["status"]["type"] == status
-        await client.ok(f"sessions/{session}/finish", reason={"type": "success"}, detail=None)
-    assert (await client.ok("sessions/search", display_name="other"))["sessions"] == []
+        await user.ok(f"sessions/{session}/finish", reason={"type": "success"}, detail=None)
+    assert (await user.ok("sessions/search", display_name="other"))["sessions"] == []
 
 
-async def test_a_repeated_opening_is_one_session(client: Client, http: Http) -> None:
-    headers = {**client.headers, "X-Idempotency-Key": "k"}
+async def test_a_repeated_opening_is_one_session(user: Client, api: Http) -> None:
+    headers = {**user.headers, "X-Idempotency-Key": "k"}
     ids = {
-        (await http("POST", "/api/v1/create_session", headers=headers, data=b"{}"))[1]["session_id"] for _ in range(3)
+        (await api("POST", "/api/v1/create_session", headers=headers, data=b"{}"))[1]["session_id"] for _ in range(3)
     }
     assert len(ids) == 1
 
 
-async def test_flags_and_health(client: Client, http: Http) -> None:
-    assert await http("GET", "/api/v1/healthz") == (200, {"status": "ok"})
-    assert (await client.ok("client/config", sdk_version="0.38.0"))["fwdbwd_max_chunk_bytes_count"] == 5_000_000
-    assert "refresh_interval_sec" in await client.ok("client/dynamic_config", sdk_version="0.38.0")
-    assert await client.ok("telemetry", events=[]) == {"status": "accepted"}
-    assert (await client.get("auth/apikey/me"))[1]["details"]["org_details"]["name"] == "default"
+async def test_flags_and_health(user: Client, api: Http) -> None:
+    assert await api("GET", "/api/v1/healthz") == (200, {"status": "ok"})
+    assert (await user.ok("client/config", sdk_version="0.38.0"))["fwdbwd_max_chunk_bytes_count"] == 5_000_000
+    assert "refresh_interval_sec" in await user.ok("client/dynamic_config", sdk_version="0.38.0")
+    assert await user.ok("telemetry", events=[]) == {"status": "accepted"}
+    assert (await user.get("auth/apikey/me"))[1]["details"]["org_details"]["name"] == "default"
 
 
-async def test_a_viewer_reads_and_changes_nothing(http: Http, ctx: Context, workers: FakeWorkers) -> None:
-    viewer = Client(http, await new_key_of(ctx.store, role=Role.VIEWER))
+async def test_a_viewer_reads_and_changes_nothing(api: Http, ctx: Context, workers: FakeWorkers) -> None:
+    viewer = Client(api, await new_key_of(ctx.store, role=Role.VIEWER))
     assert (await viewer.get("training_runs"))[0] == 200
     for path in ("create_session", "create_model", "optim_step", "asample", "create_sampling_session", "save_weights"):
         status, answer = await viewer.post(path)
         assert status == 403 and "does not allow" in answer["detail"]
 
 
-async def test_what_changes_something_is_in_the_audit_log_and_steps_are_not(client: Client, ctx: Context) -> None:
-    model = await client.model()
-    await client.result(await client.ok("optim_step", model_id=model, seq_id=1))
-    await client.result(await client.ok("save_weights", model_id=model, seq_id=2, path="x"))
+async def test_what_changes_something_is_in_the_audit_log_and_steps_are_not(user: Client, ctx: Context) -> None:
+    model = await user.model()
+    await user.result(await user.ok("optim_step", model_id=model, seq_id=1))
+    await user.result(await user.ok("save_weights", model_id=model, seq_id=2, path="x"))
     (current,) = writers(folder(ctx.settings.data_dir))
     paths = [orjson.loads(line)["path"] for line in current.read_bytes().splitlines()]
     assert paths == ["/api/v1/create_session", "/api/v1/create_model", "/api/v1/save_weights"]

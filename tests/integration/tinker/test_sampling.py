@@ -12,7 +12,7 @@ import pytest
 from opentinker.services.scheduler.tinker.schema import SampleResponse
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.types.core import JobState
-from opentinker.shared.types.tinker import Failed, Likely, Sampled, Sampler, SampleSequence, Stepped
+from opentinker.shared.types.tinker import Answer, Failed, Likely, Sampled, Sampler, SampleSequence, Stepped
 from tests.conftest import until
 from tests.integration.tinker.site import BASE, Client, FakeWorkers, checkpoint_of, passes
 
@@ -22,16 +22,16 @@ def asked(sampler: str, seq: int = 0, **changes: Any) -> dict[str, Any]:
     return {"sampling_session_id": sampler, "seq_id": seq, "prompt": prompt, "sampling_params": {}, **changes}
 
 
-async def sampler_of(client: Client, **body: Any) -> str:
-    made = {"session_id": await client.session(), "sampling_session_seq_id": 1, "base_model": BASE} | body
-    return str((await client.ok("create_sampling_session", **made))["sampling_session_id"])
+async def sampler_of(user: Client, **body: Any) -> str:
+    made = {"session_id": await user.session(), "sampling_session_seq_id": 1, "base_model": BASE} | body
+    return str((await user.ok("create_sampling_session", **made))["sampling_session_id"])
 
 
-async def test_samples_of_a_base_model_in_both_forms(client: Client, workers: FakeWorkers) -> None:
-    sampler = await sampler_of(client)
-    promise = await client.ok("asample", **asked(sampler, num_samples=2, prompt_logprobs=True))
+async def test_samples_of_a_base_model_in_both_forms(user: Client, workers: FakeWorkers) -> None:
+    sampler = await sampler_of(user)
+    promise = await user.ok("asample", **asked(sampler, num_samples=2, prompt_logprobs=True))
     assert len(set(promise["sample_sequence_ids"])) == 2
-    json, raw = await client.result(promise), await client.result(promise, protobuf=True)
+    json, raw = await user.result(promise), await user.result(promise, protobuf=True)
     assert [one["tokens"] for one in json["sequences"]] == [[0, 1, 2]] * 2
     assert json["sequences"][0]["stop_reason"] == "stop" and json["prompt_logprobs"] == [None, -2.0, -2.0]
     message = SampleResponse.FromString(raw)
@@ -41,20 +41,20 @@ async def test_samples_of_a_base_model_in_both_forms(client: Client, workers: Fa
     assert not message.HasField("topk_prompt_logprobs")
     (sent,) = workers.samples
     assert (sent.directory, sent.params.max_tokens, sent.params.stop, sent.params.stop_ids) == ("", None, None, None)
-    status, found = await client.get(f"samplers/{sampler}")
+    status, found = await user.get(f"samplers/{sampler}")
     assert status == 200 and found == {"sampler_id": sampler, "base_model": BASE, "model_path": None}
 
 
-async def test_likeliest_tokens_in_both_forms(client: Client, workers: FakeWorkers) -> None:
+async def test_likeliest_tokens_in_both_forms(user: Client, workers: FakeWorkers) -> None:
     workers.answers = False
     ids, logprobs = np.array([[0, 0], [4, 9]], "<i4"), np.array([[-99999.0] * 2, [-0.5, -1.5]], "<f4")
     likely = Likely(ids=ids.tobytes(), logprobs=logprobs.tobytes(), k=2, length=2)
     one = SampleSequence(stop="length", tokens=ids[1].tobytes(), logprobs=logprobs[1].tobytes(), likely=likely)
-    promise = await client.ok("asample", **asked(await sampler_of(client), topk_prompt_logprobs=2))
+    promise = await user.ok("asample", **asked(await sampler_of(user), topk_prompt_logprobs=2))
     await workers.say(promise["request_id"], Sampled(sequences=[one], likely_prompt=likely))
-    json = await client.result(promise)
+    json = await user.result(promise)
     assert json["topk_prompt_logprobs"] == [None, [[4, -0.5], [9, -1.5]]]
-    message = SampleResponse.FromString(await client.result(promise, protobuf=True))
+    message = SampleResponse.FromString(await user.result(promise, protobuf=True))
     assert (message.topk_prompt_logprobs.k, message.topk_prompt_logprobs.length) == (2, 2)
     assert message.sequences[0].stop_reason == 1
     assert np.frombuffer(message.sequences[0].topk_sampled_logprobs.token_ids, "<i4").tolist() == [0, 0, 4, 9]
@@ -65,9 +65,9 @@ async def test_likeliest_tokens_in_both_forms(client: Client, workers: FakeWorke
     [(None, None, None), ([], None, []), ("x", ["x"], None), (["x", "y"], ["x", "y"], None), ([1, 2], None, [1, 2])],
 )
 async def test_what_ends_a_sample(
-    client: Client, workers: FakeWorkers, stop: Any, texts: list[str] | None, ids: list[int] | None
+    user: Client, workers: FakeWorkers, stop: Any, texts: list[str] | None, ids: list[int] | None
 ) -> None:
-    await client.result(await client.ok("asample", **asked(await sampler_of(client), sampling_params={"stop": stop})))
+    await user.result(await user.ok("asample", **asked(await sampler_of(user), sampling_params={"stop": stop})))
     params = workers.samples[0].params
     assert (params.stop, params.stop_ids) == (texts, ids)
 
@@ -90,38 +90,38 @@ async def test_what_ends_a_sample(
         ({"prompt_logprobs_last_n": 9, "prompt_logprobs": True}, "prompt_logprobs_last_n"),
         ({"seq_id": None}, "0.13"),
         ({"seq_id": "x"}, "Expected"),
-        ({"sampling_session_id": None}, "sampling client"),
+        ({"sampling_session_id": None}, "sampling user"),
         ({"topk_sample_logprobs": 21}, "0 to 20"),
     ],
 )
-async def test_a_request_that_cannot_be_served_is_refused(client: Client, change: dict[str, Any], said: str) -> None:
-    status, answer = await client.post("asample", **asked(await sampler_of(client), **change))
+async def test_a_request_that_cannot_be_served_is_refused(user: Client, change: dict[str, Any], said: str) -> None:
+    status, answer = await user.post("asample", **asked(await sampler_of(user), **change))
     assert status == 422 and said in answer["detail"], answer
 
 
-async def test_a_repeated_request_is_sampled_once_and_a_lost_one_again(client: Client, workers: FakeWorkers) -> None:
-    sampler = await sampler_of(client)
+async def test_a_repeated_request_is_sampled_once_and_a_lost_one_again(user: Client, workers: FakeWorkers) -> None:
+    sampler = await sampler_of(user)
     workers.answers = False
-    first, again = [await client.ok("asample", **asked(sampler, 3)) for _ in range(2)]
+    first, again = [await user.ok("asample", **asked(sampler, 3)) for _ in range(2)]
     assert first == again
-    assert (await client.post("asample", **asked(sampler, 3, num_samples=2)))[0] == 409
+    assert (await user.post("asample", **asked(sampler, 3, num_samples=2)))[0] == 409
     await workers.say(first["request_id"], Failed(error="its worker has left", lost=True))
-    status, answer = await client.post("retrieve_future", request_id=first["request_id"])
+    status, answer = await user.post("retrieve_future", request_id=first["request_id"])
     assert status == 410 and "send the request again" in answer["detail"]
     workers.samples.clear()
     workers.answers = True
-    await client.result(await client.ok("asample", **asked(sampler, 3)))
+    await user.result(await user.ok("asample", **asked(sampler, 3)))
     assert len(workers.samples) == 1
 
 
 async def test_a_checkpoint_is_sampled_and_one_sampler_follows_the_weights(
-    client: Client, workers: FakeWorkers, ctx: Context
+    user: Client, workers: FakeWorkers, ctx: Context
 ) -> None:
-    model = await client.model()
+    model = await user.model()
     saved = checkpoint_of(ctx, model, kind="sampler_weights")
     await workers.store.add_checkpoint(saved)
-    sampler = await sampler_of(client, base_model=None, model_path=saved.path)
-    await client.result(await client.ok("asample", **asked(sampler)))
+    sampler = await sampler_of(user, base_model=None, model_path=saved.path)
+    await user.result(await user.ok("asample", **asked(sampler)))
     assert workers.samples[-1].directory.endswith("sampler_weights/first") and workers.samples[-1].rank == 8
     session = model.partition(":")[0]
     for number, follows in ((7, True), (8, False)):
@@ -137,10 +137,10 @@ async def test_a_checkpoint_is_sampled_and_one_sampler_follows_the_weights(
                 version=f"{model}@{number}",
                 rank=8,
                 follows=follows,
-            )  # fmt: skip
+            )
         )
     for number in (7, 8):
-        await client.result(await client.ok("asample", **asked(f"{session}:sampler:{number}")))
+        await user.result(await user.ok("asample", **asked(f"{session}:sampler:{number}")))
     assert [one.directory for one in workers.samples[-2:]] == ["/8", "/8"]
 
 
@@ -148,57 +148,55 @@ async def test_a_checkpoint_is_sampled_and_one_sampler_follows_the_weights(
 
 
 async def test_a_request_waits_for_its_answer_and_is_told_to_try_again(
-    client: Client, workers: FakeWorkers, ctx: Context
+    user: Client, workers: FakeWorkers, ctx: Context
 ) -> None:
     workers.answers = False
-    promise = await client.ok("asample", **asked(await sampler_of(client)))
-    status, body = await client.post("retrieve_future", request_id=promise["request_id"])
+    promise = await user.ok("asample", **asked(await sampler_of(user)))
+    status, body = await user.post("retrieve_future", request_id=promise["request_id"])
     assert status == 408 and body["type"] == "try_again" and body["request_id"] == promise["request_id"]
     assert body["queue_state"] == "paused_capacity" and workers.job in body["queue_state_reason"]
-    waiting = asyncio.create_task(client.result(promise))
+    waiting = asyncio.create_task(user.result(promise))
     await asyncio.sleep(0.1)
     await workers.say(promise["request_id"], Failed(error="no", category="server"))
     assert await waiting == {"error": "no", "category": "server"}
 
 
-async def test_an_answer_that_was_not_announced_is_found(client: Client, workers: FakeWorkers) -> None:
+async def test_an_answer_that_was_not_announced_is_found(user: Client, workers: FakeWorkers) -> None:
     workers.answers = False
-    promise = await client.ok("asample", **asked(await sampler_of(client)))
-    waiting = asyncio.create_task(client.post("retrieve_future", request_id=promise["request_id"]))
-    from opentinker.shared.types.tinker import Answer
-
+    promise = await user.ok("asample", **asked(await sampler_of(user)))
+    waiting = asyncio.create_task(user.post("retrieve_future", request_id=promise["request_id"]))
     await workers.store.answer(Answer(request=promise["request_id"], result=Stepped(metrics={"x": math.inf})))
     status, body = await waiting
     assert (status, body) == (200, {"type": "optim_step", "metrics": {}})
 
 
 @pytest.mark.parametrize("id", ["", "x", "a#b", "s-00000000000000000000:train:0#0", "s-0#1", "#", "x" * 1000])
-async def test_what_was_never_asked_is_not_found(client: Client, id: str) -> None:
-    assert (await client.post("retrieve_future", request_id=id))[0] == 404
+async def test_what_was_never_asked_is_not_found(user: Client, id: str) -> None:
+    assert (await user.post("retrieve_future", request_id=id))[0] == 404
 
 
-async def test_another_number_of_ones_own_model_is_not_found(client: Client) -> None:
-    model = await client.model()
-    assert (await client.post("retrieve_future", request_id=f"{model}#5"))[0] == 404
+async def test_another_number_of_ones_own_model_is_not_found(user: Client) -> None:
+    model = await user.model()
+    assert (await user.post("retrieve_future", request_id=f"{model}#5"))[0] == 404
 
 
-async def test_a_cancelled_request_is_answered(client: Client, workers: FakeWorkers) -> None:
+async def test_a_cancelled_request_is_answered(user: Client, workers: FakeWorkers) -> None:
     workers.answers = False
-    promise = await client.ok("asample", **asked(await sampler_of(client)))
-    await client.ok("cancel_future", request_id=promise["request_id"])
-    assert "cancelled" in (await client.result(promise))["error"]
+    promise = await user.ok("asample", **asked(await sampler_of(user)))
+    await user.ok("cancel_future", request_id=promise["request_id"])
+    assert "cancelled" in (await user.result(promise))["error"]
 
 
-async def test_what_waits_for_a_server_that_has_ended_fails(client: Client, workers: FakeWorkers, ctx: Context) -> None:
-    model = await client.model()
+async def test_what_waits_for_a_server_that_has_ended_fails(user: Client, workers: FakeWorkers, ctx: Context) -> None:
+    model = await user.model()
     workers.answers = False
-    _, promise = await client.raw("forward_backward", passes(model, 1))
+    _, promise = await user.raw("forward_backward", passes(model, 1))
     await ctx.store.transition(workers.job, JobState.CANCELLED, reason="over")
-    failed = await client.result(promise)
+    failed = await user.result(promise)
     assert failed["category"] == "server" and "cancelled: over" in failed["error"]
 
     async def gone() -> bool:
-        status, body = await client.post("optim_step", model_id=model, seq_id=2)
+        status, body = await user.post("optim_step", model_id=model, seq_id=2)
         return status == 410 and "load a checkpoint" in body["detail"]
 
     await until(gone)

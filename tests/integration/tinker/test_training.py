@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from opentinker.shared.runtime.service import Context
 from opentinker.shared.types.tinker import (
     Create,
     ForwardBackward,
+    Forwarded,
     Load,
     OptimStep,
     Save,
@@ -30,24 +32,22 @@ DATUM = {
 
 
 async def test_a_model_is_created_trained_and_saved_in_the_order_of_its_numbers(
-    client: Client, workers: FakeWorkers
+    user: Client, workers: FakeWorkers
 ) -> None:
-    model = await client.model(seed=7)
+    model = await user.model(seed=7)
     both = [
-        await client.raw("forward_backward", passes(model, 1)),
-        await client.post("optim_step", model_id=model, seq_id=2),
+        await user.raw("forward_backward", passes(model, 1)),
+        await user.post("optim_step", model_id=model, seq_id=2),
     ]
     assert [status for status, _ in both] == [200, 200]
-    raw = await client.result(both[0][1], protobuf=True)
+    raw = await user.result(both[0][1], protobuf=True)
     output = ForwardBackwardOutput.FromString(raw)
     assert dict(output.metrics) == {"loss:sum": 1.5} and output.loss_fn_outputs[0].num_datums == 1
     tensor = output.loss_fn_outputs[0].fields["logprobs"]
     assert np.frombuffer(tensor.data, "<f4").tolist() == [-0.5] * 3
     assert np.frombuffer(tensor.offsets, "<i8").tolist() == [0, 12] and list(tensor.trailing_shape) == []
-    assert await client.result(both[1][1]) == {"type": "optim_step", "metrics": {"grad_norm": 2.0}}
-    saved = await client.result(
-        await client.ok("save_weights", model_id=model, seq_id=3, path="a.b-1", ttl_seconds=3600)
-    )
+    assert await user.result(both[1][1]) == {"type": "optim_step", "metrics": {"grad_norm": 2.0}}
+    saved = await user.result(await user.ok("save_weights", model_id=model, seq_id=3, path="a.b-1", ttl_seconds=3600))
     assert saved["path"] == f"tinker://{model}/weights/a.b-1"
     created, forward, step, save = (command.body for command in workers.commands)
     assert isinstance(created, Create) and (created.lora.rank, created.lora.seed) == (8, 7)
@@ -60,10 +60,10 @@ async def test_a_model_is_created_trained_and_saved_in_the_order_of_its_numbers(
     assert [command.seq for command in workers.commands] == [0, 1, 2, 3]
 
 
-async def test_both_forms_of_a_forward_pass_make_the_same_command(client: Client, workers: FakeWorkers) -> None:
-    model = await client.model()
+async def test_both_forms_of_a_forward_pass_make_the_same_command(user: Client, workers: FakeWorkers) -> None:
+    model = await user.model()
     body = {"model_id": model, "seq_id": 1, "forward_backward_input": {"data": [DATUM], "loss_fn": "cross_entropy"}}
-    result = await client.result(await client.ok("forward_backward", **body))
+    result = await user.result(await user.ok("forward_backward", **body))
     assert result["loss_fn_outputs"] == [{"logprobs": {"data": [-0.5] * 3, "dtype": "float32", "shape": [3]}}]
 
     def weigh(message: Any) -> None:
@@ -71,17 +71,17 @@ async def test_both_forms_of_a_forward_pass_make_the_same_command(client: Client
         message.forward_only = True
 
     compressed = zstandard.ZstdCompressor().compress(passes(model, 2, change=weigh))
-    status, promise = await client.raw("forward_backward", compressed, **{"Content-Encoding": "zstd"})
-    assert status == 200 and (await client.result(promise))["metrics"] == {"loss:sum": 1.5}
+    status, promise = await user.raw("forward_backward", compressed, **{"Content-Encoding": "zstd"})
+    assert status == 200 and (await user.result(promise))["metrics"] == {"loss:sum": 1.5}
     forward = {"model_id": model, "seq_id": 3, "forward_input": {"data": [DATUM], "loss_fn": "cross_entropy"}}
-    await client.result(await client.ok("forward", **forward))
+    await user.result(await user.ok("forward", **forward))
     _, first, second, third = (command.body for command in workers.commands)
     assert isinstance(first, ForwardBackward) and isinstance(second, ForwardBackward)
     assert first.data == second.data and second == third and (first.backward, second.backward) == (True, False)
 
 
-async def test_sparse_targets_and_several_widths(client: Client, workers: FakeWorkers) -> None:
-    model = await client.model()
+async def test_sparse_targets_and_several_widths(user: Client, workers: FakeWorkers) -> None:
+    model = await user.model()
 
     def widen(message: Any) -> None:
         wide = message.data.add()
@@ -96,8 +96,8 @@ async def test_sparse_targets_and_several_widths(client: Client, workers: FakeWo
             tensor.sparse_csr.col_indices = np.array([1, 0, 1], "<i8").tobytes()
             tensor.shape.extend([2, 2])
 
-    _, promise = await client.raw("forward_backward", passes(model, 1, change=widen))
-    output = ForwardBackwardOutput.FromString(await client.result(promise, protobuf=True))
+    _, promise = await user.raw("forward_backward", passes(model, 1, change=widen))
+    output = ForwardBackwardOutput.FromString(await user.result(promise, protobuf=True))
     assert [list(one.fields["logprobs"].trailing_shape) for one in output.loss_fn_outputs] == [[], [2]]
     body = workers.commands[-1].body
     assert isinstance(body, ForwardBackward) and body.data[1].width == 2
@@ -151,33 +151,33 @@ def setting(message: Any) -> None:
     ],
 )
 async def test_wrong_data_are_the_answer_of_the_command_and_the_model_stays_usable(
-    client: Client, workers: FakeWorkers, change: Any, said: str
+    user: Client, workers: FakeWorkers, change: Any, said: str
 ) -> None:
-    model = await client.model()
-    status, promise = await client.raw("forward_backward", passes(model, 1, change=change))
+    model = await user.model()
+    status, promise = await user.raw("forward_backward", passes(model, 1, change=change))
     assert status == 200
-    failed = await client.result(promise, protobuf=True)
+    failed = await user.result(promise, protobuf=True)
     assert said in failed["error"] and failed["category"] == "user"
-    assert "metrics" in await client.result(await client.ok("optim_step", model_id=model, seq_id=2))
+    assert "metrics" in await user.result(await user.ok("optim_step", model_id=model, seq_id=2))
     assert isinstance(workers.commands[1].body, Skip) and isinstance(workers.commands[2].body, OptimStep)
 
 
 @pytest.mark.parametrize(
     ("loss", "said"), [("stable_reinforce", "pass loss_fn=importance_sampling"), ("gspo", "cross_entropy, importance")]
 )
-async def test_a_loss_that_is_not_served_is_refused_with_advice(client: Client, loss: str, said: str) -> None:
-    model = await client.model()
-    _, promise = await client.raw("forward_backward", passes(model, 1, loss))
-    assert said in (await client.result(promise))["error"]
+async def test_a_loss_that_is_not_served_is_refused_with_advice(user: Client, loss: str, said: str) -> None:
+    model = await user.model()
+    _, promise = await user.raw("forward_backward", passes(model, 1, loss))
+    assert said in (await user.result(promise))["error"]
 
 
 @pytest.mark.parametrize("loss", ["importance_sampling", "ppo", "cispo", "dro"])
 async def test_losses_of_reinforcement_learning_take_logprobs_and_advantages(
-    client: Client, workers: FakeWorkers, loss: str
+    user: Client, workers: FakeWorkers, loss: str
 ) -> None:
-    model = await client.model()
-    _, promise = await client.raw("forward_backward", passes(model, 1, loss))
-    assert "error" not in await client.result(promise)
+    model = await user.model()
+    _, promise = await user.raw("forward_backward", passes(model, 1, loss))
+    assert "error" not in await user.result(promise)
     body = workers.commands[-1].body
     assert isinstance(body, ForwardBackward) and np.frombuffer(body.data[0].advantages, "<f4").tolist() == [0.5] * 3
 
@@ -187,63 +187,63 @@ async def test_losses_of_reinforcement_learning_take_logprobs_and_advantages(
     [b"\xff" * 100, b"\x0a\x05ab", b"\x1a\x00" * 300_000, b"\x1a\xfe\xff\xff\xff\x0f", b"{}"],
     ids=["noise", "cut", "many", "long", "json"],
 )
-async def test_what_is_no_request_is_refused_at_once(client: Client, raw: bytes) -> None:
-    status, answer = await client.raw("forward_backward", raw)
+async def test_what_is_no_request_is_refused_at_once(user: Client, raw: bytes) -> None:
+    status, answer = await user.raw("forward_backward", raw)
     assert status in (404, 422) and answer["detail"]
 
 
-async def test_a_small_body_that_is_a_large_one_is_refused(client: Client) -> None:
+async def test_a_small_body_that_is_a_large_one_is_refused(user: Client) -> None:
     bomb = zstandard.ZstdCompressor().compress(bytes(64 << 20))
-    status, answer = await client.raw("forward_backward", bomb, **{"Content-Encoding": "zstd"})
+    status, answer = await user.raw("forward_backward", bomb, **{"Content-Encoding": "zstd"})
     assert len(bomb) < 1 << 16 and status == 413, answer
-    status, _ = await client.raw("forward_backward", bytes(9 << 20))
+    status, _ = await user.raw("forward_backward", bytes(9 << 20))
     assert status == 413
 
 
 async def test_a_repeated_request_is_carried_out_once_and_another_under_its_number_is_refused(
-    client: Client, workers: FakeWorkers
+    user: Client, workers: FakeWorkers
 ) -> None:
-    model = await client.model()
-    first, again = [await client.raw("forward_backward", passes(model, 1)) for _ in range(2)]
+    model = await user.model()
+    first, again = [await user.raw("forward_backward", passes(model, 1)) for _ in range(2)]
     assert first == again and first[0] == 200
-    status, answer = await client.raw("forward_backward", passes(model, 1, "ppo"))
+    status, answer = await user.raw("forward_backward", passes(model, 1, "ppo"))
     assert status == 409 and "seq_id 1" in answer["detail"]
-    await client.result(first[1])
+    await user.result(first[1])
     assert [command.seq for command in workers.commands] == [0, 1]
     session = model.partition(":")[0]
     for rank, expected in ((8, 200), (4, 409)):
         body = {"session_id": session, "model_seq_id": 0, "base_model": BASE, "lora_config": {"rank": rank}}
-        status, _ = await client.post("create_model", **body)
+        status, _ = await user.post("create_model", **body)
         assert status == expected
 
 
 async def test_a_model_is_created_from_a_checkpoint_and_loads_one(
-    client: Client, workers: FakeWorkers, ctx: Context
+    user: Client, workers: FakeWorkers, ctx: Context
 ) -> None:
-    model = await client.model()
+    model = await user.model()
     saved = checkpoint_of(ctx, model)
     await workers.store.add_checkpoint(saved)
-    session = await client.session()
+    session = await user.session()
     body = {"session_id": session, "model_seq_id": 2, "path": saved.path, "optimizer": True}
-    made = await client.result(await client.ok("load_weights", **body))
+    made = await user.result(await user.ok("load_weights", **body))
     assert made["model_id"] == f"{session}:train:2"
     create = workers.commands[-1].body
     assert isinstance(create, Create) and create.optimizer and create.start.endswith("/weights/first")
     older = {"model_id": made["model_id"], "seq_id": 1, "path": saved.path, "optimizer": False}
-    await client.result(await client.ok("load_weights", **older))
+    await user.result(await user.ok("load_weights", **older))
     load = workers.commands[-1].body
     assert isinstance(load, Load) and (load.path, load.directory) == (saved.path, create.start)
     absent = {"model_id": made["model_id"], "seq_id": 2, "path": saved.path + "x", "optimizer": False}
-    assert "does not exist" in (await client.result(await client.ok("load_weights", **absent)))["error"]
-    assert (await client.post("load_weights", **(body | {"path": saved.path + "x"})))[0] == 404
-    status, info = await client.post("get_info", model_id=made["model_id"])
+    assert "does not exist" in (await user.result(await user.ok("load_weights", **absent)))["error"]
+    assert (await user.post("load_weights", **(body | {"path": saved.path + "x"})))[0] == 404
+    status, info = await user.post("get_info", model_id=made["model_id"])
     assert status == 200 and info["model_data"]["model_name"] == BASE and info["lora_rank"] == 8
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", "../x", "a" * 129, "-a", "a\n"])
-async def test_a_checkpoint_has_a_name_and_no_path(client: Client, workers: FakeWorkers, name: str) -> None:
-    model = await client.model()
-    failed = await client.result(await client.ok("save_weights", model_id=model, seq_id=1, path=name))
+async def test_a_checkpoint_has_a_name_and_no_path(user: Client, workers: FakeWorkers, name: str) -> None:
+    model = await user.model()
+    failed = await user.result(await user.ok("save_weights", model_id=model, seq_id=1, path=name))
     assert "letters, digits" in failed["error"] and isinstance(workers.commands[-1].body, Skip)
 
 
@@ -261,16 +261,27 @@ async def test_a_checkpoint_has_a_name_and_no_path(client: Client, workers: Fake
         ({"user_metadata": {"x": "y" * 5000}}, "4096"),
     ],
 )
-async def test_a_model_that_cannot_be_made_is_refused(client: Client, body: dict[str, Any], said: str) -> None:
-    whole = {"session_id": await client.session(), "model_seq_id": 0, "base_model": BASE, "lora_config": {"rank": 4}}
-    status, answer = await client.post("create_model", **(whole | body))
+async def test_a_model_that_cannot_be_made_is_refused(user: Client, body: dict[str, Any], said: str) -> None:
+    whole = {"session_id": await user.session(), "model_seq_id": 0, "base_model": BASE, "lora_config": {"rank": 4}}
+    status, answer = await user.post("create_model", **(whole | body))
     assert status in (404, 422) and said in answer["detail"]
 
 
-async def test_samplers_without_a_name(client: Client, workers: FakeWorkers) -> None:
-    model = await client.model()
+async def test_samplers_without_a_name(user: Client, workers: FakeWorkers) -> None:
+    model = await user.model()
     body = {"model_id": model, "seq_id": 1, "sampling_session_seq_id": 4, "kind": "inflight"}
-    saved = await client.result(await client.ok("save_weights_for_sampler", **body))
+    saved = await user.result(await user.ok("save_weights_for_sampler", **body))
     assert saved["sampling_session_id"] == f"{model.partition(':')[0]}:sampler:4"
     save = workers.commands[-1].body
     assert isinstance(save, Save) and save.follows and save.name == ""
+
+
+async def test_a_loss_that_is_not_a_number_reaches_the_client(user: Client, workers: FakeWorkers) -> None:
+    model = await user.model()
+    workers.answers = False
+    _, promise = await user.raw("forward_backward", passes(model, 1))
+    metrics = {"loss:sum": math.nan, "tokens:sum": 3.0}
+    await workers.say(promise["request_id"], Forwarded(logprobs=[bytes(12)], widths=[1], metrics=metrics))
+    found = ForwardBackwardOutput.FromString(await user.result(promise, protobuf=True)).metrics
+    assert math.isnan(found["loss:sum"]) and found["tokens:sum"] == 3.0
+    assert (await user.result(promise))["metrics"] == {"tokens:sum": 3.0}
