@@ -6,6 +6,7 @@ import io
 import tarfile
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 import orjson
 import pytest
@@ -54,7 +55,7 @@ async def test_another_tenants_things_look_like_what_is_not_there(
     await start_server(ctx, open_to=["*"])
     session, absent = saved.model.partition(":")[0], "s-" + "f" * 20
     for known, unknown in ((saved.model, f"{absent}:train:0"),):
-        bodies = [
+        bodies: list[tuple[str, dict[str, Any]]] = [
             ("optim_step", {"seq_id": 1}), ("save_weights", {"seq_id": 1, "path": "x"}), ("get_info", {}),
             ("forward", {"seq_id": 1}), ("load_weights", {"seq_id": 1, "path": saved.path, "optimizer": False}),
         ]  # fmt: skip

@@ -90,7 +90,7 @@ async def test_what_ends_a_sample(
         ({"prompt_logprobs_last_n": 9, "prompt_logprobs": True}, "prompt_logprobs_last_n"),
         ({"seq_id": None}, "0.13"),
         ({"seq_id": "x"}, "Expected"),
-        ({"sampling_session_id": None}, "sampling user"),
+        ({"sampling_session_id": None}, "sampling client"),
         ({"topk_sample_logprobs": 21}, "0 to 20"),
     ],
 )
