@@ -21,7 +21,7 @@ async def test_a_tinker_server_shows_its_clients_models(opened: Open, http: Http
     await server(store)
     tab = await opened(http.url, "jobs", JOB)
     parts = tab.page.get_by_role("navigation", name="Parts of the job")
-    assert await parts.locator("a").all_inner_texts() == ["Models", "Curves", "Timeline", "Log", "Config"]
+    await expect(parts.locator("a")).to_have_text(["Models", "Curves", "Timeline", "Log", "Config"])
     await expect(parts.locator("[aria-current=page]")).to_have_text("Models")
     await expect(tab.page.locator(".top progress")).to_have_count(0)
     connect = tab.page.get_by_role("region", name="Connect a client")
@@ -31,7 +31,7 @@ async def test_a_tinker_server_shows_its_clients_models(opened: Open, http: Http
     await tinker.set_progress(model.id, ModelProgress(passes=3, steps=2, tokens=1200, loss=0.5, curve=[2.0, 1.0, 0.5]))
     await tinker.add_checkpoint(saved(model, "final", size=2048))
     await send(store, model, 0)
-    row = tab.page.get_by_role("table", name="Models").locator("tbody tr")
+    row = tab.page.get_by_role("table", name="Models", exact=True).locator("tbody tr")
     await expect(row).to_have_count(1)
     await expect(connect).to_have_count(0)
     await expect(row.locator("code")).to_have_text("s-4f2a91:0")
