@@ -5,8 +5,8 @@
 Starts all services as processes, with a shared trainer and a simulated engine, and clients that speak the wire format.
 A round trip is a forward_backward of one datum of two tokens and an optim_step, both sent at once; what the same two
 commands take in a bank in this process is subtracted. The cost is the processor time of all services per 1,000
-trained tokens. Four clients send a quarter of the rows each. A noisy neighbour sends four times the rows without pause
-while three others, of another tenant each, send single rows.
+trained tokens. Four clients send a quarter of the rows each. A noisy neighbour sends requests with four times the rows,
+two at a time, while three others, of another tenant each, send the rows as usual.
 
 Exit status 1 if a round trip takes more than 10 ms (median) above its computation, 1,000 tokens cost more than 0.40 CPU
 seconds, four clients reach less than 0.95 of one, or the neighbour raises the others' 95th percentile above 1.5 times
@@ -112,12 +112,12 @@ async def speed(site: Site, clients: int, options: argparse.Namespace) -> tuple[
 
 
 async def percentile_ms(site: Site, options: argparse.Namespace, *, noisy: bool) -> float:
-    """Return the 95th percentile of the steps of three clients with single rows; `noisy`: beside one that floods."""
-    body = cross_entropy(rows_of(1, 1, options.tokens + 1))
+    """Return the 95th percentile of the steps of three clients; `noisy`: beside one that floods."""
+    body = cross_entropy(rows_of(1, options.rows, options.tokens + 1))
     others = [await site.client(seed) for seed in range(3)]
 
     async def few(client: TinkerClient) -> list[float]:
-        return [await timed(client.step(body)) for _ in range(options.trips)]
+        return [await timed(client.step(body)) for _ in range(2 * options.steps)]
 
     async def flood(client: TinkerClient) -> None:
         large = cross_entropy(rows_of(2, 4 * options.rows, options.tokens + 1))
@@ -139,7 +139,7 @@ async def measure(site: Site, options: argparse.Namespace, store: Path) -> dict[
     print(f"round trip {trip:.1f} ms, of which computation {computed:.1f} ms")
     for name, (rate, cost) in (("one client", one), (f"{CLIENTS} clients", four)):
         print(f"{name:12}{rate:8,.0f} tokens/s{cost:8.3f} CPU s per 1,000 tokens")
-    print(f"single rows: 95th percentile {quiet:.0f} ms alone, {noisy:.0f} ms beside a client that floods")
+    print(f"3 clients: 95th percentile of a step {quiet:.0f} ms, {noisy:.0f} ms beside one that floods")
     return {"trip": trip - computed, "cost": one[1], "ratio": four[0] / one[0], "noisy": noisy / quiet,
             "foreign": others.stop()}  # fmt: skip
 

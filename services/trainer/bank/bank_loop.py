@@ -33,6 +33,7 @@ from opentinker.services.trainer.bank.fair_queue import FairQueue, Waiting
 from opentinker.services.trainer.bank.limits import NotFinite
 from opentinker.services.trainer.bank.losses import Datum, Loss, check_data, check_loss
 from opentinker.services.trainer.bank.mixed_batch import PieceResult
+from opentinker.services.trainer.bank.pass_budget import PassBudget
 from opentinker.services.trainer.bank.pass_part import PassOptions, Unit
 from opentinker.shared.asyncio_tools import Notifier
 from opentinker.shared.nn.packing import pack
@@ -40,6 +41,9 @@ from opentinker.shared.spec import LoraSpec
 from opentinker.shared.types.errors import NotFound, OpenTinkerError
 
 log = structlog.get_logger()
+
+TURNS = 64
+"""Turns of tenants in the largest pass; each takes at least a row."""
 
 
 class BankLoop:
@@ -53,7 +57,9 @@ class BankLoop:
         another, so that results are bit for bit those of a tenant alone."""
         self.bank, self.coalesce_s, self.deterministic = bank, coalesce_s, deterministic
         limits = bank.limits
-        self._queue = FairQueue[BankCommand](limits.step_tokens if deterministic else limits.datum_tokens)
+        turn = None if deterministic else max(1, limits.step_tokens // TURNS)
+        self._queue = FairQueue[BankCommand](limits.step_tokens if deterministic else limits.datum_tokens, turn)
+        self._budget = PassBudget(limits.step_tokens)
         self._thread = ThreadPoolExecutor(1, "bank")
         self._slots = asyncio.Lock()
         """Held from the load of adapters to the end of their pass, and while an adapter is added: adding evicts."""
@@ -230,6 +236,8 @@ class BankLoop:
             raise NotFound(f"there is no adapter {adapter!r}")
         self.bank.limits.check_commands(self._queue.commands(tenant))
         self._queue.push(Waiting(tenant, adapter, command, units))
+        if units:
+            self._budget.sent(tenant)
         self._wake.set()
 
     def _is_being_removed(self, tenant: str, adapter: str) -> bool:
@@ -267,7 +275,7 @@ class BankLoop:
     @property
     def _has_room(self) -> bool:
         """Return whether the next pass could take more than what waits."""
-        return not self.deterministic and self._queue.tokens() < self.bank.limits.step_tokens
+        return not self.deterministic and self._queue.tokens() < self._budget.tokens
 
     async def _drop_cancelled(self) -> None:
         """Drop cancelled commands that stand first, and those that come to stand first thereby."""
@@ -322,8 +330,8 @@ class BankLoop:
             self._answer(waiting, error)
 
     async def _run_pass(self) -> None:
-        limits = self.bank.limits
-        taken = self._queue.take(limits.step_tokens, self.bank.slots, 1 if self.deterministic else None)
+        tokens, units = (self.bank.limits.step_tokens, 1) if self.deterministic else (self._budget.tokens, None)
+        taken = self._queue.take(tokens, self.bank.slots, units)
         async with self._slots:
             await self._run_rows(taken)
 
@@ -332,18 +340,21 @@ class BankLoop:
         loaded = await self._load([waiting for waiting, _ in taken])
         if not loaded:
             return
-        rows = []
+        rows, tokens = [], 0
         for waiting in loaded:
             command, count = waiting.command, counts[id(waiting)]
             assert isinstance(command, ForwardCommand)
-            self.passed[waiting.tenant] += sum(waiting.units[waiting.taken - count : waiting.taken])
+            own = sum(waiting.units[waiting.taken - count : waiting.taken])
+            self.passed[waiting.tenant] += own
+            tokens += own
             start, command.done = command.done, command.done + count
             rows.append(command.make_rows(start, command.done, command.done == command.units))
         self._recent = {part.adapter for part in rows}
         began = time.monotonic()
         results = await self._results(rows)
+        self._budget.passed(tokens, took_s := time.monotonic() - began)
         for waiting, result in zip(loaded, results, strict=True):
-            waiting.command.passes_s += time.monotonic() - began
+            waiting.command.passes_s += took_s
             if isinstance(result, Exception):
                 await self._in_thread(functools.partial(self.bank.drop_partial, waiting.adapter))
                 self._answer(waiting, result)

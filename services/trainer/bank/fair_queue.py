@@ -47,9 +47,10 @@ class _Tenant(Generic[T]):
 class FairQueue(Generic[T]):
     """The commands of an adapter are taken in order, those of different adapters are not."""
 
-    def __init__(self, quantum: int) -> None:
-        """`quantum`: at least the largest unit, so that every turn takes something."""
-        self.quantum = quantum
+    def __init__(self, largest: int, quantum: int | None = None) -> None:
+        """`largest`: tokens of the largest unit. `quantum`: of a turn; default: `largest`, so that every turn takes
+        something."""
+        self.largest, self.quantum = largest, quantum or largest
         self._tenants: dict[str, _Tenant[T]] = {}
         """Tenants with commands, in their turn."""
         self._choices = 0
@@ -66,8 +67,8 @@ class FairQueue(Generic[T]):
                 yield from list(commands)
 
     def push(self, waiting: Waiting[T]) -> None:
-        if any(unit > self.quantum for unit in waiting.units):
-            raise ValueError(f"a unit of more than {self.quantum} tokens")
+        if any(unit > self.largest for unit in waiting.units):
+            raise ValueError(f"a unit of more than {self.largest} tokens")
         tenant = self._tenants.setdefault(waiting.tenant, _Tenant())
         tenant.adapters.setdefault(waiting.adapter, deque()).append(waiting)
 
@@ -116,8 +117,9 @@ class FairQueue(Generic[T]):
     def take(self, tokens: int, adapters: int, units: int | None = None) -> list[tuple[Waiting[T], int]]:
         """Choose what enters a pass: commands with the number of their next units.
 
-        `tokens`: the most in the pass; at least the quantum. `adapters`: the most that may be in it. `units`: the most
-        in it. Tenants that found no slot are first in the next pass, and after them the one whose turn the pass ended.
+        `tokens`: the most in the pass; a larger unit has one to itself. `adapters`: the most that may be in it.
+        `units`: the most in it. Tenants that found no slot are first in the next pass, and after them the one whose
+        turn the pass ended.
         """
         chosen: dict[int, tuple[Waiting[T], int]] = {}
         room, left, names = tokens, units if units is not None else tokens, set[str]()
@@ -139,7 +141,7 @@ class FairQueue(Generic[T]):
                 (no_slot if waits else exhausted).append(name)
                 continue
             size = found.units[found.taken]
-            if size > room:
+            if size > room and chosen:
                 break
             room, left, tenant.deficit = room - size, left - 1, tenant.deficit - size
             found.taken += 1
