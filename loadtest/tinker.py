@@ -1,6 +1,6 @@
 """Measures the Tinker API over HTTP, NATS and Redis: round trips, cost of training, and clients side by side.
 
-    python -m loadtest.tinker [--model DIR] [--rows 16] [--tokens 128] [--steps 6] [--trips 40] [--slots 3]
+    python -m loadtest.tinker [--model DIR] [--rows 16] [--tokens 128] [--steps 6] [--trips 40] [--slots 8]
 
 Starts all services as processes, with a shared trainer and a simulated engine, and clients that speak the wire format.
 A round trip is a forward_backward of one datum of two tokens and an optim_step, both sent at once; what the same two
@@ -132,7 +132,6 @@ async def percentile_ms(site: Site, options: argparse.Namespace, *, noisy: bool)
 
 
 async def measure(site: Site, options: argparse.Namespace, store: Path) -> dict[str, Any]:
-    others = Others()
     trip, computed = await trip_ms(site, options.trips), await computation_ms(site.base, store, options.trips)
     one, four = await speed(site, 1, options), await speed(site, CLIENTS, options)
     quiet, noisy = [await percentile_ms(site, options, noisy=flag) for flag in (False, True)]
@@ -140,13 +139,13 @@ async def measure(site: Site, options: argparse.Namespace, store: Path) -> dict[
     for name, (rate, cost) in (("one client", one), (f"{CLIENTS} clients", four)):
         print(f"{name:12}{rate:8,.0f} tokens/s{cost:8.3f} CPU s per 1,000 tokens")
     print(f"3 clients: 95th percentile of a step {quiet:.0f} ms, {noisy:.0f} ms beside one that floods")
-    return {"trip": trip - computed, "cost": one[1], "ratio": four[0] / one[0], "noisy": noisy / quiet,
-            "foreign": others.stop()}  # fmt: skip
+    return {"trip": trip - computed, "cost": one[1], "ratio": four[0] / one[0], "noisy": noisy / quiet}
 
 
 async def run(options: argparse.Namespace) -> bool:
     from examples.models.make_tiny import make_tiny
 
+    others = Others()
     with tempfile.TemporaryDirectory() as directory:
         base = str(options.model or make_tiny(Path(directory, "tiny")))
         key, file = new_key("local"), Path(directory, "key")
@@ -159,7 +158,7 @@ async def run(options: argparse.Namespace) -> bool:
             spec = {"name": "tinker", "model": {"base": base}, **tinker}
             await cluster.runs(await cluster.submit(parse_spec(spec)))
             found = await measure(Site(cluster, http, base), options, Path(directory, "bank"))
-    foreign = found["foreign"]
+    foreign = others.stop()
     good = [
         verdict(f"<= {TRIP_MS:g} ms above the computation ({found['trip']:.1f})", found["trip"] <= TRIP_MS, foreign),
         verdict(f"<= {COST_S} CPU s per 1,000 tokens ({found['cost']:.3f})", found["cost"] <= COST_S, foreign),
@@ -172,7 +171,7 @@ async def run(options: argparse.Namespace) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path)
-    for name, default in (("rows", 16), ("tokens", 128), ("steps", 6), ("trips", 40), ("slots", 3)):
+    for name, default in (("rows", 16), ("tokens", 128), ("steps", 6), ("trips", 40), ("slots", 8)):
         parser.add_argument(f"--{name}", type=int, default=default)
     sys.exit(not asyncio.run(run(parser.parse_args())))
 
