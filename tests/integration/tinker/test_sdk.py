@@ -52,7 +52,7 @@ async def test_a_client_trains_saves_and_samples(ctx: Context, url: str, version
     assert run.returncode == 0, run.stderr[-3000:]
     found = json.loads(run.stdout.splitlines()[-1])
     assert found["version"] == version and found["bases"] == [BASE] and found["info"] == BASE
-    assert found["losses"] == [1.5] * 3 and found["lengths"] == [5, 3]
+    assert found["losses"] == [1.5] * 6 and found["lengths"] == [5, 3]
     assert "has 1 rows" in found["refused"] or "weights" in found["refused"]
     assert found["samples"] == [3, 3] and found["prompt_logprobs"] == [None, -2.0, -2.0]
     assert {"weights/first", "sampler_weights/named"} <= set(found["checkpoints"])

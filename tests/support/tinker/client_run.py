@@ -29,8 +29,8 @@ def train(client: Any, found: dict[str, Any]) -> None:
     tokens = [5, 6, 7, 8, 9, 10]
     data = [datum(tokens, weights=[1.0] * 5), datum(tokens[:4], weights=[0.0, 1.0, 1.0])]
     losses = []
-    for _ in range(3):
-        both = client.forward_backward(data, "cross_entropy"), client.optim_step(types.AdamParams(learning_rate=0.01))
+    for _ in range(6):
+        both = client.forward_backward(data, "cross_entropy"), client.optim_step(types.AdamParams(learning_rate=5e-4))
         output, _ = [one.result() for one in both]
         losses.append(output.metrics["loss:sum"])
     found["losses"], found["lengths"] = losses, [len(one["logprobs"].data) for one in output.loss_fn_outputs]

@@ -1,0 +1,70 @@
+"""The SDK of Tinker, unmodified, in several versions, against a whole cluster: torch trains, vLLM samples."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from opentinker.shared.spec import parse_spec
+from tests.support.api import OPERATOR
+from tests.support.cluster import Cluster, shared_fixture
+from tests.support.tinker import environments
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.nightly,
+    pytest.mark.timeout(900),
+    pytest.mark.asyncio(loop_scope="module"),
+]
+
+cluster = shared_fixture(Cluster, heavy=True, bank_jobs=2, bank_tokens=1024)
+
+
+async def serve(cluster: Cluster, base: Path) -> str:
+    """The id of the running server of this base."""
+    for job in await cluster.client.jobs():
+        if job["kind"] == "tinker" and job["state"] == "running":
+            return str(job["id"])
+    rollout = {"context_length": 128}
+    spec = {"name": "tinker", "kind": "tinker", "model": {"base": str(base)}, "rollout": rollout}
+    job = await cluster.submit(parse_spec(spec))
+    await cluster.runs(job)
+    return job
+
+
+async def run(cluster: Cluster, version: str, base: Path) -> dict[str, Any]:
+    """What `client_run.py` prints."""
+    python = await asyncio.to_thread(environments.python_with, version)
+    url = f"http://127.0.0.1:{cluster.http_port}"
+    environ = {**os.environ, "TINKER_BASE_URL": url, "TINKER_API_KEY": f"tml-{OPERATOR}", "TINKER_TELEMETRY": "0"}
+    environ.pop("PYTHONPATH", None)
+    done = await asyncio.to_thread(
+        subprocess.run, [str(python), str(environments.CLIENT_RUN), str(base)],
+        env=environ, capture_output=True, text=True, timeout=400, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("version", environments.VERSIONS)
+async def test_a_client_trains_saves_and_samples(cluster: Cluster, tiny: Path, version: str) -> None:
+    await serve(cluster, tiny)
+    found = await run(cluster, version, tiny)
+    assert found["version"] == version and found["bases"] == [str(tiny)] and found["info"] == str(tiny)
+    first, *_, last = found["losses"]
+    assert last < first and found["forward"] < last and found["lengths"] == [5, 3]
+    assert "data[0]" in found["refused"] and "5 tokens" in found["refused"]
+    assert math.isfinite(found["importance"]) and found["importance"] < 0
+    assert found["samples"] == found["sampled_logprobs"] and all(1 <= count <= 4 for count in found["samples"])
+    blank, *others = found["prompt_logprobs"]
+    assert blank is None and all(value < 0 for value in others) and len(others) == 2
+    assert {"weights/first", "sampler_weights/named"} <= set(found["checkpoints"])
