@@ -30,9 +30,9 @@ cluster = shared_fixture(Cluster, heavy=True, bank_jobs=2, bank_tokens=1024)
 
 async def serve(cluster: Cluster, base: Path) -> str:
     """The id of the running server of this base."""
-    for job in await cluster.client.jobs():
-        if job["kind"] == "tinker" and job["state"] == "running":
-            return str(job["id"])
+    for found in await cluster.client.jobs():
+        if found["kind"] == "tinker" and found["state"] == "running":
+            return str(found["id"])
     rollout = {"context_length": 128}
     spec = {"name": "tinker", "kind": "tinker", "model": {"base": str(base)}, "rollout": rollout}
     job = await cluster.submit(parse_spec(spec))
@@ -40,18 +40,23 @@ async def serve(cluster: Cluster, base: Path) -> str:
     return job
 
 
-async def run(cluster: Cluster, version: str, base: Path) -> dict[str, Any]:
-    """What `client_run.py` prints."""
-    python = await asyncio.to_thread(environments.python_with, version)
+async def called(cluster: Cluster, *argv: str, of: Path | None = None) -> str:
+    """Return what a command of an environment prints; it succeeds."""
     url = f"http://127.0.0.1:{cluster.http_port}"
     environ = {**os.environ, "TINKER_BASE_URL": url, "TINKER_API_KEY": f"tml-{OPERATOR}", "TINKER_TELEMETRY": "0"}
     environ.pop("PYTHONPATH", None)
     done = await asyncio.to_thread(
-        subprocess.run, [str(python), str(environments.CLIENT_RUN), str(base)],
-        env=environ, capture_output=True, text=True, timeout=400, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        subprocess.run, argv, env=environ, capture_output=True, text=True, timeout=400, check=False, cwd=of
+    )
+    assert done.returncode == 0, f"{argv}: {done.stdout[-1000:]} {done.stderr[-4000:]}"
+    return done.stdout
+
+
+async def run(cluster: Cluster, version: str, base: Path) -> dict[str, Any]:
+    """Return what `client_run.py` prints."""
+    python = await asyncio.to_thread(environments.python_with, version)
+    printed = await called(cluster, str(python), str(environments.CLIENT_RUN), str(base))
+    found: dict[str, Any] = json.loads(printed.splitlines()[-1])
     return found
 
 
@@ -68,3 +73,33 @@ async def test_a_client_trains_saves_and_samples(cluster: Cluster, tiny: Path, v
     blank, *others = found["prompt_logprobs"]
     assert blank is None and all(value < 0 for value in others) and len(others) == 2
     assert {"weights/first", "sampler_weights/named"} <= set(found["checkpoints"])
+
+
+async def test_the_command_line_lists_publishes_downloads_and_deletes(
+    cluster: Cluster, tiny: Path, tmp_path: Path
+) -> None:
+    await serve(cluster, tiny)
+    version = environments.VERSIONS[-1]
+    found = await run(cluster, version, tiny)
+    command = str((await asyncio.to_thread(environments.python_with, version)).with_name("tinker"))
+
+    async def told(*argv: str) -> Any:
+        return json.loads(await called(cluster, command, "-f", "json", *argv, of=tmp_path))
+
+    model, named = found["saved"].split("/")[2], found["named"]
+    assert str(tiny) in str(await told("model", "list"))
+    assert model in str(await told("run", "list")) and model in str(await told("run", "info", model))
+    assert named in str(await told("checkpoint", "list", "--run-id", model))
+    assert "sampler" in str(await told("checkpoint", "info", named))
+    assert model.partition(":")[0] in str(await told("session", "list"))
+    await called(cluster, command, "checkpoint", "publish", named)
+    assert "True" in str(await told("checkpoint", "info", named))
+    await called(cluster, command, "checkpoint", "unpublish", named)
+    await called(cluster, command, "checkpoint", "set-ttl", named, "--ttl", "7200")
+    second = found["second"]
+    await called(cluster, command, "checkpoint", "download", second, "--output", str(tmp_path / "out"))
+    files = {path.name: path for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= files.keys()
+    assert json.loads(files["adapter_config.json"].read_text())["r"] == 4
+    await called(cluster, command, "checkpoint", "delete", "--yes", second)
+    assert second not in str(await told("checkpoint", "list", "--run-id", model))

@@ -61,8 +61,9 @@ def main(base: str) -> None:
     found["info"] = client.get_info().model_data.model_name
     train(client, found)
     saved = client.save_state("first").result().path
-    found["saved"] = saved
+    found["saved"], found["second"] = saved, client.save_state("second").result().path
     named = client.save_weights_for_sampler("named").result().path
+    found["named"] = named
     sample(service.create_sampling_client(model_path=named), found)
     sample(client.save_weights_and_get_sampling_client(), found)
     again = service.create_training_client_from_state(saved)
