@@ -23,7 +23,7 @@ from opentinker.services.trainer.tinker.command_intake import Arrived, CommandIn
 from opentinker.services.trainer.tinker.model_commands import ModelCommands
 from opentinker.services.trainer.tinker.model_files import ModelEnd
 from opentinker.services.trainer.tinker.tinker_lease import TinkerLease
-from opentinker.shared.asyncio_tools import cancel_and_wait, forward_exception, wait_event
+from opentinker.shared.asyncio_tools import cancel_and_wait, check_cancelled, forward_exception, wait_event
 from opentinker.shared.types.error_text import first_line
 from opentinker.shared.types.errors import Conflict, Fenced, JobFailed, NotFound
 from opentinker.shared.types.tinker import (
@@ -99,6 +99,7 @@ class ModelRunner:
         left the memory. Raises Fenced, JobFailed, RedisError."""
         await self._restore()
         while True:
+            check_cancelled()
             self._news.clear()
             if self._ended is None and (arrived := self._pending.pop(self._sent + 1, None)) is not None:
                 await self._take(arrived)

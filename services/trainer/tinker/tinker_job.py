@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
 import time
 from functools import partial
 from typing import Any
@@ -24,7 +23,14 @@ from opentinker.services.trainer.tinker.command_intake import Arrived, CommandIn
 from opentinker.services.trainer.tinker.model_curves import REPORT_S, ModelCurves
 from opentinker.services.trainer.tinker.model_runner import ModelRunner
 from opentinker.services.trainer.tinker.tinker_lease import TinkerLease
-from opentinker.shared.asyncio_tools import cancel_and_wait, every, every_despite, finish_uncancelled, forward_exception
+from opentinker.shared.asyncio_tools import (
+    cancel_and_wait,
+    check_cancelled,
+    every,
+    every_despite,
+    finish_uncancelled,
+    forward_exception,
+)
 from opentinker.shared.messaging.consumer import ConsumerDeleted
 from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.runtime.service import first_failure
@@ -77,9 +83,10 @@ class TinkerJob:
                     self.lease.job, JobState.RUNNING, allowed=(JobState.STARTING, JobState.RUNNING),
                     epoch=self.lease.epoch,
                 )  # fmt: skip
+            check_cancelled()
             await first_failure({
                 "intake": self._intake.run(),
-                "broken": asyncio.wait_for(self._broken, None),
+                "broken": self._failure(),
                 "purge": every(PURGE_S, self._purge),
                 "tidy": every_despite(TIDY_S, self._tidy, "tidy_failed", OSError),
                 "report": every(REPORT_S, self._report),
@@ -87,6 +94,9 @@ class TinkerJob:
             })  # fmt: skip
         finally:
             await finish_uncancelled(self._close())
+
+    async def _failure(self) -> None:
+        await asyncio.shield(self._broken)
 
     def _offer(self, arrived: Arrived) -> None:
         if arrived.model not in self._models:
@@ -119,15 +129,9 @@ class TinkerJob:
         await self._intake.purge([place for runner, _ in self._models.values() for place in runner.uncovered.values()])
 
     async def _tidy(self) -> None:
-        """Remove expired checkpoints, and files of samplers that newer ones have followed."""
-        records, now = self._shared.records, time.time()
-        for model in await records.models_of(self.lease.job):
-            place = self._shared.place(model)
-            for one in await records.checkpoints(model):
-                if one.expires and one.expires <= now:
-                    await asyncio.to_thread(shutil.rmtree, place / one.kind / one.name, ignore_errors=True)
-                    await records.remove_checkpoint(one)
-                    log.info("checkpoint_expired", path=one.path)
+        """Remove files of samplers that newer ones have followed, and those of models that have ended."""
+        for model in await self._shared.records.models_of(self.lease.job):
+            place, now = self._shared.place(model), time.time()
             ended = await asyncio.to_thread((place / "state" / model_files.ENDED).exists)
             await asyncio.to_thread(model_files.remove_samplers, place / "samplers", now=now, all_of_them=ended)
 

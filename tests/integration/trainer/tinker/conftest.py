@@ -39,7 +39,7 @@ from opentinker.shared.types.tinker import (
 )
 from tests.conftest import WAIT_S, until
 
-LIMITS = BankLimits(step_tokens=64, datum_tokens=32, command_tokens=512, waiting_tokens=256, rank=16)
+LIMITS = BankLimits(step_tokens=64, datum_tokens=32, command_tokens=256, waiting_tokens=256, rank=16)
 JOB = "tinker-1"
 LORA = LoraShape(rank=4, seed=3)
 
@@ -174,10 +174,11 @@ def base(small: Path) -> BaseModel:
 
 
 async def fresh_server(bus: Bus, store: Store, base: BaseModel, place: Path) -> Server:
-    """Return a running one. The stream has neither commands of earlier ones nor the ids that it would take for
+    """Return a running one. The streams have nothing of earlier ones, nor the ids that they would take for
     repetitions."""
     await store.redis.flushdb()
-    await bus.js.delete_stream("COMMANDS")
+    for stream in ("COMMANDS", "METRICS"):
+        await bus.js.delete_stream(stream)
     await bus.ensure_streams()
     server = Server(bus, store, base, place)
     await server.create()
