@@ -9,7 +9,7 @@ class ModelCheckpoint(TypedDict):
     path: str
     """tinker://MODEL/KIND/NAME, as clients load it."""
     kind: str
-    """`weights` has the optimizer's state too; `sampler_weights` is for sampling."""
+    """`weights` has the optimizer's state too, `sampler_weights` is for sampling, `external_weights` for downloads."""
     name: str
     step: int
     """Optimizer steps of the model when it was saved."""

@@ -9,9 +9,11 @@ from playwright.async_api import expect
 
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.runtime.service import Context
+from opentinker.shared.state.tinker import TinkerStore
 from tests.e2e.page.conftest import IN_BROWSER, Open, Tab
 from tests.e2e.page.running_jobs import PARTS, Trainer, reward
 from tests.support.api import SPEC, Http, write_checkpoint
+from tests.support.client_models import model_of, saved, server
 from tests.support.cluster import ROOT
 from tests.support.listed_rows import count_rows, rows_listed
 
@@ -46,11 +48,13 @@ async def test_every_view_can_be_used_by_everybody(opened: Open, http: Http, bus
     count_rows(ctx.settings.data_dir / "jobs" / learned)
     await Trainer(bus, job).says(1, reward(0.5))
     write_checkpoint(ctx, job, 1, {"model.safetensors": b"weights"})
+    client = await model_of(ctx.store, "default", await server(ctx.store))
+    await TinkerStore(ctx.store.redis).add_checkpoint(saved(client, "final"))
     swept = await http("POST", "/v1/sweeps", json={**SPEC, "sweep": {"parameters": {"rollout.toy.skill": [0.5]}}})
     views: tuple[tuple[str, ...], ...] = (
         (), ("checkpoints",), ("environments",), ("sweeps",), ("sweeps", swept[1]["id"]), ("cluster",), ("submit",),
         ("submit", job), ("environment", "copy_digits"), *(("jobs", job, part) for part in PARTS),
-        ("jobs", learned, "data"), ("compare", f"{job},{learned}"), ("no-such-view",),
+        ("jobs", learned, "data"), ("jobs", client.job, "models"), ("compare", f"{job},{learned}"), ("no-such-view",),
     )  # fmt: skip
     tab = await opened(http.url, viewport=SIZES[size])
     await tab.page.evaluate(AXE.read_text())

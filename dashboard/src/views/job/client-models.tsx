@@ -12,6 +12,8 @@ import { Empty, Said, Table, type Column } from "../../parts.tsx";
 const LOOK_S = 2;
 const LIMIT = 200;
 const CURVE = { width: 90, height: 20 };
+/** By kind of checkpoint. */
+const USES: Record<string, string> = { weights: "training", sampler_weights: "sampling", external_weights: "download" };
 
 export function ClientModels({ job }: { job: JobDetail }): JSX.Element {
   const over = FINAL.includes(job.state);
@@ -39,7 +41,7 @@ function Connect(): JSX.Element {
       <p>Programs for the Tinker SDK train here without changes:</p>
       <pre class="words">{connection(location).join("\n")}</pre>
       <p class="dim">
-        KEY is one of your API keys; if this server asks for no key, any text will do. `tinker.ServiceClient()` then finds the server, and its models appear here.
+        KEY is one of your API keys; if this server asks for no key, any text will do. <code>tinker.ServiceClient()</code> then finds the server, and its models appear here.
       </p>
     </section>
   );
@@ -59,7 +61,7 @@ function Listed({ of }: { of: ServedModel[] }): JSX.Element {
     ["Client", (one) => <Client isAlive={one.alive} />],
     ["Waits for", (one) => <span class="waits">{waits(one)}</span>],
   ];
-  return <Table of={columns} rows={of} by={(one) => one.id} look="card" label="Models" />;
+  return <Table of={columns} rows={of} by={(one) => one.id} look="card served" label="Models" />;
 }
 
 function Name({ of }: { of: ServedModel }): JSX.Element {
@@ -95,8 +97,8 @@ function Client({ isAlive }: { isAlive: boolean }): JSX.Element {
 
 function Saved({ of }: { of: ModelCheckpoint[] }): JSX.Element {
   const columns: Column<ModelCheckpoint>[] = [
-    ["Path", (one) => <input class="path" aria-label={`Path of ${one.name}`} readOnly value={one.path} onFocus={(event) => event.currentTarget.select()} />],
-    ["For", (one) => (one.kind === "weights" ? "training" : "sampling")],
+    ["Path", (one) => <input class="path" size={one.path.length} aria-label={`Path of ${one.name}`} readOnly value={one.path} onFocus={(event) => event.currentTarget.select()} />],
+    ["For", (one) => USES[one.kind] ?? one.kind],
     ["Step", (one) => one.step],
     ["Size", (one) => bytes(one.bytes)],
     ["Saved", (one) => moment(one.created), "dim"],
@@ -105,7 +107,7 @@ function Saved({ of }: { of: ModelCheckpoint[] }): JSX.Element {
   ];
   return (
     <>
-      <h2>Checkpoints</h2>
+      <h2 class="below">Checkpoints</h2>
       <Table of={columns} rows={of} by={(one) => one.path} look="card" label="Checkpoints of models" />
     </>
   );
