@@ -40,6 +40,8 @@ from tests.support.scheduling import Workers, scheduler
 
 INFERENCE = {"name": "chat", "kind": "inference", "model": {"base": "some/model"}}
 V = WeightVersion(1, 4)
+OTHERS = ("/v1/jobs/{id}/v1/", "/api/v1/")
+"""In the paths of routes whose answers OpenAI, Anthropic and the Tinker SDK have defined."""
 
 
 async def known(url: str, path: str, method: str = "GET") -> Any:
@@ -286,5 +288,5 @@ async def test_every_answer_in_json_has_a_type(client: AsyncClient) -> None:
         for status, answer in operation["responses"].items()
         if status.startswith("2") and "application/json" in answer["content"]
     }
-    untold = {what for what, answer in told.items() if not answer and "/v1/jobs/{id}/v1/" not in what}
+    untold = {what for what, answer in told.items() if not answer and not any(part in what for part in OTHERS)}
     assert len(told) > 40 and untold == {"get /openapi.json", "get /v1/schema/job.json"}
