@@ -26,7 +26,7 @@ from vllm.lora.request import LoRARequest
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from opentinker.services.rollout_worker.engines import prompt_logits
+from opentinker.services.rollout_worker.engines import prompt_logits, seeded_prefill
 from opentinker.services.rollout_worker.engines.merged_adapter import MergeableBase, Pair, pairs_of
 from opentinker.services.rollout_worker.engines.packed_layers import pack
 from opentinker.services.rollout_worker.engines.shards import SharedBuckets, held_sums, sent_sum
@@ -88,6 +88,7 @@ class BucketEngine(WeightTransferEngine[GroupInfo, VersionInfo]):  # type: ignor
         self.pack()
         if ON_CPU:
             prompt_logits.repair()
+            seeded_prefill.repair()
         self._arguments = config, vllm_config, device, model
         _exit_with_parent(also_grandparent=self.ranks > 1)
 

@@ -24,7 +24,7 @@ from opentinker.shared.spec import parse_spec
 from opentinker.shared.spec.engines import engine_policies
 from opentinker.shared.types.core import WeightVersion
 from opentinker.shared.types.tinker import Failed, Sampled, SampleParams, SampleRequest
-from tests.e2e.vllm.test_engine_vllm_own import adapted, other_weights_of_disk
+from tests.e2e.vllm.test_engine_vllm_own import other_weights_of_disk
 from tests.support.adapters import write_adapter
 from tests.support.vllm_engines import EOS, LETTERS, MARKS, PROMPT, TOLERANCE, build
 
@@ -34,6 +34,20 @@ LONG = PROMPT * 40
 SEEDS = {"a": 1, "b": 2, "c": 3}
 """Of adapters, of which the engine holds two."""
 HOT, COLD = SampleParams(max_tokens=24, temperature=0.7, seed=1), SampleParams(max_tokens=24, temperature=0.0)
+
+
+def adapted(base: Path, place: Path, name: str, seed: int) -> Any:
+    """The model with a random adapter, which is saved too; they differ in rank, scale and layers."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(seed)
+    layers = ["q_proj", "down_proj"] if seed == 1 else "all-linear"
+    config = LoraConfig(
+        task_type="CAUSAL_LM", r=2 * seed + 2, lora_alpha=16 * seed, target_modules=layers, init_lora_weights=False
+    )
+    model = get_peft_model(other_weights_of_disk(base), config).eval()
+    model.save_pretrained(place / name)
+    return model
 
 
 class Sampler:
@@ -159,6 +173,14 @@ async def test_prompts_and_likeliest_tokens_are_told_at_temperature_1_next_to_sa
             drawn = sampler.truth(name, prompt + tokens(one), 0.7)[len(prompt) - 1 : -1]
             found = np.frombuffer(one.likely.logprobs, "<f4").reshape(-1, 3)
             assert np.allclose(found, drawn.topk(3).values, atol=TOLERANCE)
+
+
+async def test_a_seed_repeats_samples_however_a_prompt_is_computed(sampler: Sampler) -> None:
+    """In two passes at first, in none when it is cached; a vLLM on CPUs ends at the first of two."""
+    prompt = [7, *LONG * 5]
+    first, cached = [await sampler.draw("b", prompt, params=HOT) for _ in range(2)]
+    assert tokens(first.sequences[0]) == tokens(cached.sequences[0])
+    assert sampler.distance("b", prompt, cached, 0.7) <= TOLERANCE
 
 
 async def test_one_token_of_a_prompt_has_no_logprob(sampler: Sampler) -> None:
