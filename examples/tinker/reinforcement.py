@@ -36,12 +36,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60)
     steps = parser.parse_args().steps
+    base = tinker.RestClient().get_server_capabilities().result().supported_models[0].model_name
     service = tinker.ServiceClient()
-    base = service.get_server_capabilities().supported_models[0].model_name
-    model = service.create_lora_training_client(base_model=base, rank=16, train_unembed=False)
+    model = service.create_lora_training_client(base_model=base, rank=16, train_unembed=False).result()
     tokenizer, draw, params = model.get_tokenizer(), random.Random(0), types.SamplingParams(max_tokens=5)
     for step in range(steps):
-        sampler = model.save_weights_and_get_sampling_client()
+        sampler = model.save_weights_and_get_sampling_client().result()
         asked = ["".join(draw.choices("0123456789", k=3)) for _ in range(PROMPTS)]
         prompts = [tokenizer.encode(f"{digits}=") for digits in asked]
         drawn = [sampler.sample(types.ModelInput.from_ints(one), SAMPLES, params) for one in prompts]
@@ -53,7 +53,7 @@ def main() -> None:
             batch += [datum(prompt, one, r - mean) for one, r in zip(group, found, strict=True)]
             rewards += found
         model.forward_backward(batch, "importance_sampling")
-        model.optim_step(types.AdamParams(learning_rate=2e-3)).result()
+        model.optim_step(types.AdamParams(learning_rate=5e-3)).result()
         print(f"step {step:3}  reward {sum(rewards) / len(rewards):.3f}")
     print(model.save_state("copies-digits").result().path)
 

@@ -30,9 +30,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60)
     steps = parser.parse_args().steps
+    base = tinker.RestClient().get_server_capabilities().result().supported_models[0].model_name
     service = tinker.ServiceClient()
-    base = service.get_server_capabilities().supported_models[0].model_name
-    model = service.create_lora_training_client(base_model=base, rank=16, train_unembed=False)
+    model = service.create_lora_training_client(base_model=base, rank=16, train_unembed=False).result()
     tokenizer = model.get_tokenizer()
     draw = random.Random(0)
     for step in range(steps):
@@ -41,7 +41,7 @@ def main() -> None:
         model.optim_step(types.AdamParams(learning_rate=3e-3)).result()
         if step % 10 == 0 or step == steps - 1:
             print(f"step {step:3}  loss per token {loss.result().metrics['loss:sum'] / (32 * 4):.3f}")
-    sampler = model.save_weights_and_get_sampling_client(name="copies-digits")
+    sampler = model.save_weights_and_get_sampling_client().result()
     prompt = types.ModelInput.from_ints(tokenizer.encode("472="))
     answer = sampler.sample(prompt, num_samples=1, sampling_params=types.SamplingParams(max_tokens=8, temperature=0.0))
     print("472=", tokenizer.decode(answer.result().sequences[0].tokens, skip_special_tokens=True), sep="")
