@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from opentinker.shared.spec import parse_spec
+from opentinker.shared.state.tinker import TinkerStore
+from tests.conftest import until
 from tests.support.api import OPERATOR
 from tests.support.cluster import Cluster, shared_fixture
 from tests.support.tinker import environments
@@ -102,3 +104,23 @@ async def test_the_command_line_lists_publishes_downloads_and_deletes(
     assert json.loads(files["adapter_config.json"].read_text())["r"] == 4
     await called(cluster, command, "checkpoint", "delete", "--yes", second)
     assert second not in str(await told("checkpoint", "list", "--run-id", model))
+
+
+async def test_kills_cost_a_client_time_and_nothing_else(cluster: Cluster, tiny: Path) -> None:
+    """The losses are those of a run without a kill; only who samples draws again."""
+    job = await serve(cluster, tiny)
+    expected = await run(cluster, environments.VERSIONS[-1], tiny)
+    running = asyncio.create_task(run(cluster, environments.VERSIONS[-1], tiny))
+    store = TinkerStore(cluster.store.redis)
+    before = set(await store.models_of(job))
+
+    async def began() -> bool:
+        return any([await store.answers_of(model) >= 4 for model in await store.models_of(job) if model not in before])
+
+    await until(began)
+    for name in ("trainer-0", "scheduler", "rollout_worker-0"):
+        cluster.kill(name)
+    found = await running
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-4)
+    assert found["again"] == pytest.approx(expected["again"], rel=1e-4)
+    assert found["prompt_logprobs"][1:] == pytest.approx(expected["prompt_logprobs"][1:], rel=1e-3)
