@@ -46,7 +46,7 @@ test("each model has its own line, by its own passes", () => {
     [1, 1, { [`models/${ID}/loss`]: 3, [`models/${ID}/tokens`]: 9 }],
     [2, 7, { [`models/${other}/loss`]: 5 }],
     [3, 2, { [`models/${ID}/loss`]: 2 }],
-    [4, 9, { "trainer/tokens_per_s": 8 }],
+    [4, 9, { "trainer/models": 8 }],
   );
   const lines = (title: string): [string, number[], number[]][] =>
     MODEL_PANELS.find((panel) => panel.title === title)!.lines(found, "step").map(({ label, x, y }) => [label, x, y]);
@@ -54,7 +54,7 @@ test("each model has its own line, by its own passes", () => {
     ["s-4f2a91:3", [1, 2], [3, 2]],
     ["s-4f2a91:4", [7], [5]],
   ]);
-  assert.deepEqual(lines("Trained tokens/s"), [["tokens/s", [9], [8]]]);
+  assert.deepEqual(lines("Adapters"), [["models", [9], [8]]]);
 });
 
 test("of many models those are drawn that were trained last", () => {

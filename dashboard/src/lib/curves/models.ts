@@ -35,7 +35,6 @@ export const MODEL_PANELS: Panel[] = [
   { title: "Loss of models", about: `Loss of a token in passes ${WHICH}`, lines: ofModels("loss") },
   { title: "Tokens of models", about: `Tokens in passes ${WHICH}, since the point before`, lines: ofModels("tokens"), positive: true },
   { title: "Queue time of models", about: `Seconds that passes waited for those of others, ${WHICH}`, lines: ofModels("queue_seconds"), positive: true },
-  { title: "Trained tokens/s", about: "Tokens of all clients' passes per second", lines: ofTrainer("tokens_per_s", "tokens/s"), positive: true },
   { title: "Queue time", about: "Seconds that the passes of all clients waited, on average", lines: ofTrainer("queue_seconds", "waiting"), positive: true },
   { title: "Adapters", about: "Models in the trainer's memory", lines: ofTrainer("models", "models"), positive: true },
 ];
