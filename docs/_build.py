@@ -107,6 +107,8 @@ def _body(body: dict[str, Any] | None, schemas: dict[str, Any]) -> Iterator[str]
         name = str(content.get("schema", {}).get("$ref", "")).rpartition("/")[2]
         if name == "JobSpec":
             yield f"Body, `{media}`: a job, as in [the job spec](../job-spec.md).\n"
+        elif name == "SubmittedSpec":
+            yield f"Body, `{media}`: a job, as in [the job spec](../job-spec.md), or [a sweep](../sweeps.md).\n"
         elif name:
             yield f"Body, `{media}`:\n\n| field | | |\n| --- | --- | --- |"
             needed = schemas[name].get("required", [])

@@ -53,7 +53,7 @@ def main() -> None:
             batch += [datum(prompt, one, r - mean) for one, r in zip(group, found, strict=True)]
             rewards += found
         model.forward_backward(batch, "importance_sampling")
-        model.optim_step(types.AdamParams(learning_rate=5e-3)).result()
+        model.optim_step(types.AdamParams(learning_rate=2e-3)).result()
         print(f"step {step:3}  reward {sum(rewards) / len(rewards):.3f}")
     print(model.save_state("copies-digits").result().path)
 
