@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 from opentinker.cli.common import ago, table_lines
 from opentinker.cli.views.watch import PLAIN_LINES, LineView
 from opentinker.sdk.job_text import reason_of
+from opentinker.shared.types.core import ENDLESS
 from opentinker.shared.types.errors import plural
 
 if TYPE_CHECKING:
@@ -65,6 +66,9 @@ def rows_of(jobs: Sequence[JobSummary], columns: Sequence[str]) -> list[list[Any
 
 
 def step_of(job: JobSummary) -> str:
+    """Return `3/100`; of jobs without an end the steps alone, if they have any."""
+    if job["kind"] in ENDLESS:
+        return str(job["step"] or "serves")
     return f"{job['step']}/{job['steps'] or '?'}"
 
 
