@@ -10,6 +10,7 @@ from opentinker.services.scheduler.tinker.access import Access
 from opentinker.services.scheduler.tinker.answers import response_of
 from opentinker.services.scheduler.tinker.bodies import FutureBody, read_body
 from opentinker.services.scheduler.tinker.futures import Futures
+from opentinker.services.scheduler.tinker.models_api import queue_of
 from opentinker.shared.security.authorization import Action
 from opentinker.shared.state.tinker import TRAINED
 from opentinker.shared.types.core import JobRecord, JobState
@@ -71,13 +72,14 @@ class FuturesApi:
 
     async def _try_again(self, id: str, owner: TinkerModel | Sampler) -> web.Response:
         job = await self._job(owner)
-        waits = job.state is not JobState.RUNNING
-        body = {"type": "try_again", "request_id": id, "queue_state": "paused_capacity" if waits else "active"}
+        waits, why = job.state is not JobState.RUNNING, ""
         if waits:
-            body["queue_state_reason"] = f"the Tinker server {job.id} is {job.state}" + (
-                f": {job.waiting_for or job.reason}" if job.waiting_for or job.reason else ""
-            )
-        return json_response(body, status=408)
+            for_what = job.waiting_for or job.reason
+            why = f"the Tinker server {job.id} is {job.state}" + (f" and waits for {for_what}" if for_what else "")
+        elif isinstance(owner, TinkerModel) and (queue := await queue_of(self._access.ctx.store, job)):
+            why = f"the trainer: {queue}"
+        body = {"type": "try_again", "request_id": id, "queue_state": "paused_capacity" if waits else "active"}
+        return json_response(body | ({"queue_state_reason": why} if why else {}), status=408)
 
     async def _count(self, answer: Answer, owner: TinkerModel | Sampler) -> None:
         """Count the tokens of samples, once."""

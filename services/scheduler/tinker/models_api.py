@@ -18,6 +18,7 @@ from opentinker.shared import api_types
 from opentinker.shared.security.authorization import Action
 from opentinker.shared.spec.tinker import KIND, TinkerSpec
 from opentinker.shared.state.model_catalog import ListedModel, ModelCatalog, ModelDetails
+from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobRecord, JobState, Pool
 from opentinker.shared.types.errors import Conflict, NotFound
 from opentinker.shared.types.tinker import TinkerCheckpoint
@@ -42,7 +43,7 @@ class ModelsApi:
         listed = await self._models.of(job.id)
         alive = await self._models.alive({one.session for one in listed})
         own = [one for one in listed if one.model.tenant == tenant]
-        page, queue = own[offset : offset + limit], await self._queue(job)
+        page, queue = own[offset : offset + limit], await queue_of(self.store, job)
         details = await self._models.details(page)
         shown = [
             {**_shown(one, known), "alive": one.session in alive, "waiting_for": _waits_for(job, queue, one, known)}
@@ -81,12 +82,13 @@ class ModelsApi:
                 return job
         return None
 
-    async def _queue(self, job: JobRecord) -> str:
-        """Return what the job's trainer says of its queue; empty: there is no trainer, or it has not said."""
-        if not job.state.held:
-            return ""
-        workers = [one for one in await self.store.workers() if one.job == job.id and one.pool is Pool.TRAINER]
-        return next((str(one.detail["queue"]) for one in workers if "queue" in one.detail), "")
+
+async def queue_of(store: Store, job: JobRecord) -> str:
+    """Return what the job's trainer says of its queue; empty: there is no trainer, or it has not said."""
+    if not job.state.held:
+        return ""
+    workers = [one for one in await store.workers() if one.job == job.id and one.pool is Pool.TRAINER]
+    return next((str(one.detail["queue"]) for one in workers if "queue" in one.detail), "")
 
 
 def _waits_for(job: JobRecord, queue: str, one: ListedModel, details: ModelDetails) -> str:

@@ -128,7 +128,7 @@ async def test_workers_queues_health_and_metrics(http: Http, store: Store) -> No
     _, body = await http("GET", "/v1/workers")
     assert [(w["id"], w["pool"], w["lease"]) for w in body["workers"]] == [("env-0", "env", None)]
     _, body = await http("GET", "/v1/queues")
-    streams = ["TICKETS", "EXAMS", "SCORES", "GROUPS", "METRICS", "LOGS", "TIMELINES"]
+    streams = ["TICKETS", "EXAMS", "SCORES", "GROUPS", "COMMANDS", "SAMPLES", "METRICS", "LOGS", "TIMELINES"]
     assert [q["stream"] for q in body["queues"]] == streams
     assert (await http("GET", "/healthz"))[1]["status"] == "ok"
     assert (await http("GET", "/readyz"))[1] == {"ready": True, "nats": True}
