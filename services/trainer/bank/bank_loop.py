@@ -273,9 +273,13 @@ class BankLoop:
                 return
 
     @property
+    def _pass_tokens(self) -> int:
+        return self._budget.tokens(self._queue.tenants())
+
+    @property
     def _has_room(self) -> bool:
         """Return whether the next pass could take more than what waits."""
-        return not self.deterministic and self._queue.tokens() < self._budget.tokens
+        return not self.deterministic and self._queue.tokens() < self._pass_tokens
 
     async def _drop_cancelled(self) -> None:
         """Drop cancelled commands that stand first, and those that come to stand first thereby."""
@@ -330,8 +334,8 @@ class BankLoop:
             self._answer(waiting, error)
 
     async def _run_pass(self) -> None:
-        tokens, units = (self.bank.limits.step_tokens, 1) if self.deterministic else (self._budget.tokens, None)
-        taken = self._queue.take(tokens, self.bank.slots, units)
+        tokens = self.bank.limits.step_tokens if self.deterministic else self._pass_tokens
+        taken = self._queue.take(tokens, self.bank.slots, 1 if self.deterministic else None)
         async with self._slots:
             await self._run_rows(taken)
 

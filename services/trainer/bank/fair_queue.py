@@ -77,6 +77,10 @@ class FairQueue(Generic[T]):
         chosen = [one for name, one in self._tenants.items() if tenant in (None, name)]
         return sum(w.tokens_left for one in chosen for commands in one.adapters.values() for w in commands)
 
+    def tenants(self) -> list[str]:
+        """Return those with tokens that wait."""
+        return [name for name in self._tenants if self.tokens(name)]
+
     def commands(self, tenant: str) -> int:
         """Return the number of a tenant's commands."""
         one = self._tenants.get(tenant)
@@ -136,8 +140,8 @@ class FairQueue(Generic[T]):
                 if found is not None:
                     order.append(name)
                     continue
-                tenant.deficit = min(tenant.deficit, self.quantum)
                 waits = any(one.taken < len(one.units) for one in tenant.heads())
+                tenant.deficit = min(tenant.deficit, self.largest if waits else self.quantum)
                 (no_slot if waits else exhausted).append(name)
                 continue
             size = found.units[found.taken]

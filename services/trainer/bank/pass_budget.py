@@ -6,7 +6,7 @@ A tenant that comes while a pass is under way waits for its end, however small i
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 SHARED_PASS_S = 0.3
 """Seconds that a pass takes about, while several tenants send."""
@@ -36,11 +36,11 @@ class PassBudget:
             rate = tokens / seconds
             self._rate = rate if not self._rate else (1 - WEIGHT) * self._rate + WEIGHT * rate
 
-    @property
-    def tokens(self) -> int:
-        """Return how many the next pass may have. A larger unit has a pass alone."""
+    def tokens(self, waiting: Iterable[str]) -> int:
+        """Return how many the next pass may have. A larger unit has a pass alone. `waiting`: tenants with tokens in the
+        queue."""
         now = self._clock()
         self._sent = {tenant: at for tenant, at in self._sent.items() if now - at < RECENT_S}
-        if len(self._sent) < 2:
+        if len(self._sent.keys() | set(waiting)) < 2:
             return self._most
         return min(self._most, max(SMALLEST, int(self._rate * SHARED_PASS_S)))

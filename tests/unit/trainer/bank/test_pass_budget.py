@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from opentinker.services.trainer.bank.fair_queue import FairQueue, Waiting
 from opentinker.services.trainer.bank.pass_budget import RECENT_S, SHARED_PASS_S, SMALLEST, PassBudget
 
@@ -10,20 +12,21 @@ def test_a_tenant_alone_has_the_whole_pass_and_several_have_a_short_one() -> Non
     now = 0.0
     budget = PassBudget(8192, clock=lambda: now)
     budget.sent("a")
-    assert budget.tokens == 8192
+    assert budget.tokens([]) == 8192
     budget.sent("b")
-    assert budget.tokens == SMALLEST  # no speed is known
+    assert budget.tokens([]) == SMALLEST  # no speed is known
     budget.passed(1000, 0.1)
-    assert budget.tokens == int(10_000 * SHARED_PASS_S)
+    assert budget.tokens([]) == int(10_000 * SHARED_PASS_S)
     for _ in range(50):
         budget.passed(100_000, 0.1)
-    assert budget.tokens == 8192
+    assert budget.tokens([]) == 8192
     for _ in range(50):
         budget.passed(100, 1.0)
-    assert budget.tokens == SMALLEST
+    assert budget.tokens([]) == SMALLEST
     now = RECENT_S
     budget.sent("a")
-    assert budget.tokens == 8192
+    assert budget.tokens([]) == budget.tokens(["a"]) == 8192
+    assert budget.tokens(["a", "b"]) == SMALLEST  # b sent long ago, and its command is still in the queue
 
 
 def test_a_row_that_is_larger_than_the_pass_has_one_to_itself() -> None:
@@ -48,3 +51,16 @@ def test_a_flood_leaves_most_of_a_short_pass_to_others() -> None:
     for _ in range(4):
         taken = {waiting.tenant: count for waiting, count in queue.take(800, 8)}
         assert taken == {"flood": 2, "t0": 2, "t1": 2, "t2": 2}
+
+
+@pytest.mark.parametrize(("slots", "others", "models"), [(2, 2, 1), (8, 1, 12)])
+def test_a_large_row_gets_its_turn_although_others_take_the_slots(slots: int, others: int, models: int) -> None:
+    queue = FairQueue[int](8192, quantum=128)
+    queue.push(Waiting("large", "l", 0, [2048]))
+    for tenant in range(others):
+        for model in range(models):
+            queue.push(Waiting(f"t{tenant}", f"t{tenant}m{model}", 1, [100] * 10_000))
+    for _ in range(200):
+        if any(waiting.tenant == "large" for waiting, _ in queue.take(1024, slots)):
+            return
+    raise AssertionError("it waits for ever")
