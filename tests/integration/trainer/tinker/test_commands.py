@@ -21,7 +21,9 @@ from opentinker.shared.types.errors import Fenced
 from opentinker.shared.types.tinker import (
     Answered,
     Create,
+    Datum,
     Failed,
+    ForwardBackward,
     Forwarded,
     Load,
     Loaded,
@@ -78,6 +80,31 @@ async def test_commands_are_carried_out_in_the_order_of_their_numbers(server: Se
     assert losses[0] == pytest.approx(-weighted, rel=1e-5)
     assert torch.equal(await server.adapter(first.model, "weights"), await server.adapter(second.model, "weights"))
     await until(lambda: len(set(told)), lambda count: count == 12)
+
+
+async def test_several_targets_of_a_token_have_their_weights(server: Server) -> None:
+    """As a distillation sends them: the gradient of two targets is the sum of those of each."""
+    both, apart = Client(server, "s:train:0"), Client(server, "s:train:1")
+    ids, targets = [5, 6, 7, 8], np.array([[6, 9], [7, 9], [8, 10], [11, 12]])
+    shares = np.array([[0.7, 0.3]] * 4)
+
+    def body(columns: list[int]) -> ForwardBackward:
+        datum = Datum(
+            tokens=i32(ids), targets=i32(targets[:, columns]), weights=f32(shares[:, columns]), width=len(columns)
+        )
+        return ForwardBackward(data=[datum], loss="cross_entropy")
+
+    for client in (both, apart):
+        await client.create()
+    together = await both.call(body([0, 1]))
+    alone = [await apart.call(body([column])) for column in (0, 1)]
+    assert together.widths == [2]
+    assert together.metrics["loss:sum"] == pytest.approx(sum(one.metrics["loss:sum"] for one in alone), rel=1e-6)
+    found = floats(together.logprobs[0]).reshape(4, 2)
+    for column, one in enumerate(alone):
+        np.testing.assert_allclose(found[:, column], floats(one.logprobs[0]), rtol=1e-6)
+    first, second = [await server.adapter(client.model, "gradient") for client in (both, apart)]
+    assert 0 < (first - second).norm() + first.norm() < (1 + 1e-5) * first.norm()
 
 
 async def test_a_refused_command_is_named_and_the_model_stays_usable(server: Server) -> None:
@@ -171,6 +198,10 @@ async def test_checkpoints_are_saved_refused_replaced_loaded_and_begun_with(serv
     await small.create(LoraShape(rank=2))
     assert "has rank 4" in (await small.call(Load(path=path, directory=str(directory)))).error
     samplers = directory.parents[1] / "sampler_weights" / "a"
+    external = Save(kind="external_weights", name="a", metadata={"for": "download"})
+    assert await client.call(external) == Saved(path="tinker://s:train:0/external_weights/a")
+    kept = await server.records.checkpoint("acme", client.model, "external_weights", "a")
+    assert kept.metadata == {"for": "download"} and kept.size > 0
     assert isinstance(await client.call(Save(kind="sampler_weights", name="a")), Saved)
     assert isinstance(await client.call(Save(kind="sampler_weights", name="a")), Saved)  # names may be used again
     load = Load(path=path, directory=str(samplers))
@@ -263,7 +294,7 @@ async def test_commands_beyond_the_bound_of_memory_are_read_again(
 
 
 async def test_tokens_losses_and_steps_are_reported(server: Server) -> None:
-    client = Client(server, "s:train:0")
+    client = Client(server, "s:train:0", tenant="owner")  # other tenants have no curves
     await client.create()
     result = await client.call(forward_backward(0))
     tokens = sum(len(datum.tokens) // 4 for datum in some_data(0))
