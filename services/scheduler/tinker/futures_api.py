@@ -33,11 +33,12 @@ class FuturesApi:
         answer = await self._futures.answer(id, 0.0)
         if answer is None:
             await self._refuse_unknown(id)
-            if ended := await self._ended(owner):
+            if ended := _ended(await self._access.server_or_ended(owner.job)):
                 return ended
             answer = await self._futures.answer(id, self._hold_s)
         if answer is None:
-            return await self._try_again(id, owner)
+            job = await self._access.ctx.store.job(owner.job)
+            return _ended(job) or await self._try_again(id, owner, job)
         await self._count(answer, owner)
         return response_of(request, owner.id, answer.result)
 
@@ -59,19 +60,7 @@ class FuturesApi:
         if await self._futures.answer(id, 0.0) is None:  # it has not come since it was last looked for
             raise web.HTTPGone(text=f"request {id} was carried out, and its answer is kept no more")
 
-    async def _job(self, owner: TinkerModel | Sampler) -> JobRecord:
-        return await self._access.ctx.store.job(owner.job)
-
-    async def _ended(self, owner: TinkerModel | Sampler) -> web.Response | None:
-        """Return a failure if the server that would answer has ended."""
-        job = await self._job(owner)
-        if not job.state.final:
-            return None
-        error = f"the Tinker server {job.id} has {job.state}: {job.reason or 'no reason given'}"
-        return json_response({"error": f"{error}; load a checkpoint to continue on another one", "category": "server"})
-
-    async def _try_again(self, id: str, owner: TinkerModel | Sampler) -> web.Response:
-        job = await self._job(owner)
+    async def _try_again(self, id: str, owner: TinkerModel | Sampler, job: JobRecord) -> web.Response:
         waits, why = job.state is not JobState.RUNNING, ""
         if waits:
             for_what = job.waiting_for or job.reason
@@ -86,3 +75,11 @@ class FuturesApi:
         if isinstance(answer.result, Sampled):
             job = await self._access.server_or_ended(owner.job)
             await self._access.spend_once(answer.request, owner.tenant, job, answer.result)
+
+
+def _ended(job: JobRecord) -> web.Response | None:
+    """Return a failure if the server that would answer has ended."""
+    if not job.state.final:
+        return None
+    error = f"the Tinker server {job.id} has {job.state}: {job.reason or 'no reason given'}"
+    return json_response({"error": f"{error}; load a checkpoint to continue on another one", "category": "server"})
