@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+import aiohttp
 import orjson
 import pytest
 
@@ -17,10 +18,10 @@ from opentinker.shared.runtime.service import Context
 from opentinker.shared.security.audit_log import folder, writers
 from opentinker.shared.security.authorization import Role
 from opentinker.shared.types.tinker import TinkerCheckpoint
-from tests.conftest import until
+from tests.conftest import NewContext, until
 from tests.integration.tinker.site import BASE, Client, FakeWorkers, checkpoint_of, passes, start_server
 from tests.support.api import Http, new_key_of
-from tests.support.scheduling import running
+from tests.support.scheduling import running, scheduler
 
 
 @pytest.fixture
@@ -214,3 +215,13 @@ async def test_what_changes_something_is_in_the_audit_log_and_steps_are_not(user
     (current,) = writers(folder(ctx.settings.data_dir))
     paths = [orjson.loads(line)["path"] for line in current.read_bytes().splitlines()]
     assert paths == ["/api/v1/create_session", "/api/v1/create_model", "/api/v1/save_weights"]
+
+
+async def test_a_server_without_keys_takes_any(new_context: NewContext) -> None:
+    async with (
+        new_context(auth=False) as ctx,
+        scheduler(ctx) as url,
+        aiohttp.ClientSession() as session,
+        FakeWorkers(ctx, await start_server(ctx)).work(),
+    ):
+        assert await Client(Http(session, url), "whatever").model()
