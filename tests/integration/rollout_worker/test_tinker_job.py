@@ -276,7 +276,7 @@ async def test_a_request_that_has_an_answer_is_not_drawn_again(bench: Bench) -> 
         first = await bench.sampled(request)
         await until(bench.waiting, lambda found: found == 0)
         copy = SampleRequest(request=request, tenant="t", prompt=np.asarray([8, 8], "<i4").tobytes())
-        await bench.bus.publish(SAMPLE, copy, "another message id", job=bench.job)
+        await bench.bus.publish(SAMPLE, copy, f"{request} again", job=bench.job)
         await until(bench.waiting, lambda found: found == 0)
         assert await bench.sampled(request) == first and engine.asked == 1
 
@@ -288,7 +288,7 @@ async def test_a_copy_of_what_is_being_drawn_waits_for_the_answer(bench: Bench) 
         request = await bench.ask("1")
         await until(lambda: engine.inside == 1)
         copy = SampleRequest(request=request, tenant="t", prompt=np.asarray(PROMPT, "<i4").tobytes())
-        await bench.bus.publish(SAMPLE, copy, "another message id", job=bench.job)
+        await bench.bus.publish(SAMPLE, copy, f"{request} again", job=bench.job)
         consumer = f"sample-{bench.job}"
         await until(lambda: bench.bus.js.consumer_info("SAMPLES", consumer), lambda info: info.num_ack_pending == 2)
         await until(lambda: job.open == 1)
