@@ -64,6 +64,8 @@ class BankLoop:
         self._slots = asyncio.Lock()
         """Held from the load of adapters to the end of their pass, and while an adapter is added: adding evicts."""
         self._wake, self._finished = asyncio.Event(), Notifier()
+        self._rooms: dict[str, asyncio.Lock] = {}
+        """Held by the tenant's first one that waits for room."""
         self.passed: Counter[str] = Counter()
         """Tokens that went through passes, by tenant."""
         self.waited_s: dict[str, float] = {}
@@ -178,15 +180,18 @@ class BankLoop:
         return answer
 
     async def wait_for_room(self, tenant: str, tokens: int = 0) -> None:
-        """Wait until a command with so many tokens keeps to the tenant's bounds of the queue; alone in it, one of any
-        size does."""
+        """Wait until a command with so many tokens keeps to the tenant's bounds of the queue, after those that wait for
+        it already. A larger one than `command_tokens` needs as much room as one of these: it takes its passes unit by
+        unit, too."""
         limits = self.bank.limits
-        while True:
-            self._require_running()
-            waiting, commands = self._queue.tokens(tenant), self._queue.commands(tenant)
-            if commands < limits.waiting_commands and (not waiting or waiting + tokens <= limits.waiting_tokens):
-                return
-            await self._finished.listen().wait()
+        tokens = min(tokens, limits.command_tokens)
+        async with self._rooms.setdefault(tenant, asyncio.Lock()):
+            while True:
+                self._require_running()
+                waiting, commands = self._queue.tokens(tenant), self._queue.commands(tenant)
+                if commands < limits.waiting_commands and (not waiting or waiting + tokens <= limits.waiting_tokens):
+                    return
+                await self._finished.listen().wait()
 
     async def optim_step(self, tenant: str, adapter: str, settings: AdamSettings) -> StepResult:
         """Step the adapter and reset its gradient sum. Raises Refused or NotFound."""

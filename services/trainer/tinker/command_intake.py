@@ -117,11 +117,12 @@ class CommandIntake:
             arrived.command = None
             self._held_bytes -= arrived.size
 
-    async def purge(self, uncovered: Iterable[int]) -> None:
+    async def purge(self, uncovered: Callable[[], Iterable[int]]) -> None:
         """Remove from the stream what comes before all of these places. Raises Fenced."""
         assert self._consumer is not None
         settled = await self._consumer.settled()
-        floor = min(uncovered, default=settled + 1)
+        # After it: what has been acknowledged until then was offered before.
+        floor = min(uncovered(), default=settled + 1)
         if (below := min(floor, settled + 1)) > self._purged:
             await self.guard()
             await self._ctx.bus.purge(STREAM, COMMAND.at(job=self._lease.job), below=below)

@@ -126,7 +126,9 @@ class TinkerJob:
         self._curves.forget(model)
 
     async def _purge(self) -> None:
-        await self._intake.purge([place for runner, _ in self._models.values() for place in runner.uncovered.values()])
+        await self._intake.purge(
+            lambda: [place for runner, _ in self._models.values() for place in runner.uncovered.values()]
+        )
 
     async def _tidy(self) -> None:
         """Remove files of samplers that newer ones have followed, and those of models that have ended."""

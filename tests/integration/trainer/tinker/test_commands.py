@@ -38,6 +38,7 @@ from opentinker.shared.types.tinker import (
 from tests.conftest import WAIT_S, until
 from tests.integration.trainer.tinker.conftest import (
     JOB,
+    LIMITS,
     LORA,
     STEP,
     Client,
@@ -331,7 +332,45 @@ async def test_an_older_trainer_writes_no_state_and_purges_nothing(server: Serve
     await server.ctx.store.transition(JOB, JobState.STARTING, epoch=server.epoch + 1)
     with pytest.raises(Fenced):
         older._intake._purged = -1
-        await older._intake.purge([])
+        await older._intake.purge(list)
+
+
+async def test_a_command_that_comes_while_the_stream_is_purged_stays_in_it(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = Client(server, "s:train:0")
+    await client.create()
+    consumer, runner = server.job._intake._consumer, server.job._models[client.model][0]
+    assert consumer is not None
+    await until(lambda: len(runner.uncovered), lambda count: count == 0)
+    settled, ahead = consumer.settled, list[str]()
+
+    async def late() -> int:
+        if not ahead:
+            ahead.append(await client.send(STEP, seq=5))
+        return await until(settled, lambda place: place >= 2)
+
+    monkeypatch.setattr(consumer, "settled", late)
+    await server.job._purge()
+    assert ahead and await server.ctx.bus.count("COMMANDS", COMMAND.at(job=JOB)) == 1
+
+
+async def test_a_command_of_more_tokens_than_those_of_jobs_is_carried_out_as_one(server: Server) -> None:
+    client, other = Client(server, "s:train:0"), Client(server, "s:train:1")
+    data = some_data(0, rows=100)
+    assert sum(len(datum.tokens) // 4 for datum in data) > 3 * LIMITS.waiting_tokens
+    for one in (client, other):
+        await one.create()
+    whole = await client.call(msgspec.structs.replace(forward_backward(0), data=data))
+    parts = [
+        await other.call(msgspec.structs.replace(forward_backward(0), data=data[start : start + 10]))
+        for start in range(0, 100, 10)
+    ]
+    assert isinstance(whole, Forwarded) and len(whole.logprobs) == 100
+    total = sum(part.metrics["loss:sum"] for part in parts)
+    assert whole.metrics["loss:sum"] == pytest.approx(total, rel=1e-4)
+    gradients = [await server.adapter(one.model, "gradient") for one in (client, other)]
+    assert gradients[0].any() and torch.allclose(*gradients, rtol=1e-3, atol=1e-4)
 
 
 async def test_the_end_of_the_job_answers_what_waits(server: Server) -> None:

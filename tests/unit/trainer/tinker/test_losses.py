@@ -30,6 +30,7 @@ from opentinker.services.trainer.tinker.losses import (
 )
 from opentinker.shared.spec import LoraSpec
 from opentinker.shared.types.tinker import Datum
+from tests.conftest import WAIT_S
 from tests.unit.trainer.tinker.conftest import VOCABULARY, f32, i32, some_datum
 
 LIMITS = BankLimits(step_tokens=256, datum_tokens=64, command_tokens=512, waiting_tokens=1024, rank=16)
@@ -208,3 +209,24 @@ async def test_a_tenant_waits_for_room_instead_of_being_refused(base: BaseModel,
         results = await asyncio.gather(*sent)
         await asyncio.gather(*reads)
     assert len({result.loss for result in results}) == 1
+
+
+async def test_a_large_command_waits_for_room_before_later_small_ones(base: BaseModel, tmp_path: Path) -> None:
+    limits = BankLimits(step_tokens=64, datum_tokens=64, command_tokens=64, waiting_tokens=128)
+    bank, loss = AdapterBank(base, tmp_path, limits, slots=2), find_loss("cross_entropy", {})
+    data = read([without_mask(some_datum(seed, tokens=20)) for seed in range(5)], "cross_entropy")
+    units = units_of(data, loss, 20)
+    async with BankLoop(bank) as loop:
+        await loop.create("t", "a", LoraSpec(rank=4), seed=0)
+        async with loop._slots:  # no pass is carried out
+            sent = [loop.send_units("t", "a", units[:4], PassOptions())]
+            large = asyncio.create_task(loop.wait_for_room("t", 1000))
+            small = asyncio.create_task(loop.wait_for_room("t", 20))
+            await asyncio.wait([large, small], timeout=0.1)
+            assert not large.done() and not small.done()
+        await asyncio.wait_for(asyncio.gather(large, small, *sent), WAIT_S)
+        async with loop._slots:
+            sent = [loop.send_units("t", "a", units[:3], PassOptions())]
+            assert loop._queue.tokens("t") == 60
+            await asyncio.wait_for(loop.wait_for_room("t", 1000), WAIT_S)
+        await asyncio.gather(*sent)
