@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import re
 import time
 from collections.abc import Awaitable
@@ -52,6 +53,8 @@ from opentinker.shared.types.tinker import (
 
 log = structlog.get_logger()
 
+PREPARED_AT_ONCE = 1 << 14
+"""Bytes of token ids that are prepared without a change of thread, which takes longer."""
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 SAMPLER_NAME = re.compile(r"\w[\w.:-]{0,127}", re.ASCII)
 
@@ -139,7 +142,9 @@ class ModelCommands:
 
     async def _begin_pass(self, body: ForwardBackward, arrived_at: float, *, repeated: bool) -> Awaitable[Result]:
         loss = find_loss(body.loss, body.options)
-        data, units = await asyncio.to_thread(self._prepare, body, loss)
+        is_small = sum(len(datum.tokens) for datum in body.data) <= PREPARED_AT_ONCE
+        prepare = functools.partial(self._prepare, body, loss)
+        data, units = prepare() if is_small else await asyncio.to_thread(prepare)
         tokens = sum(unit.tokens for unit in units)
         await self._bank.wait_for_room(self.tenant, tokens)
         sent = self._bank.send_units(self.tenant, self.adapter, units, PassOptions(), backward=body.backward)
