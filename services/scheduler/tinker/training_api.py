@@ -179,9 +179,11 @@ class TrainingApi:
 
     # --- training -----------------------------------------------------------------------------------------------------
 
-    @Route("POST", "/api/v1/forward_backward", Action.JOBS_WRITE, takes=PROTOBUF, frequent=True)
+    @Route("POST", "/api/v1/forward_backward", Action.JOBS_WRITE, takes=JSON, frequent=True)
     async def forward_backward(self, request: web.Request) -> web.Response:
-        """Add the gradient of a loss over data to the model's, or compute the loss alone (Tinker)."""
+        """Add the gradient of a loss over data to the model's, or compute the loss alone (Tinker).
+
+        The body may be application/x-protobuf too, as newer clients send it."""
         if PROTOBUF not in request.headers.get("Content-Type", ""):
             return await self._forward_json(request, backward=True)
         async with self._large if (request.content_length or LARGE) > bodies.MIDDLE else contextlib.nullcontext():

@@ -122,7 +122,7 @@ BODIES: dict[type[BaseModel], Any] = {
     PlayedTurn: {"turn": 9, "actions": [{}]},
     NewPublication: {"name": "x", "checkpoint": "j-0000000000@latest"},
 }
-ANY_BODY: dict[str, Any] = {"application/json": {}, "application/x-tar": None, "application/x-protobuf": None}
+ANY_BODY: dict[str, Any] = {"application/json": {}, "application/x-tar": None}
 """By media type: refused, but by who would be allowed to send a better one."""
 
 
