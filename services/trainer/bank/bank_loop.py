@@ -30,7 +30,7 @@ from opentinker.services.trainer.bank.bank_commands import (
     StepCommand,
 )
 from opentinker.services.trainer.bank.fair_queue import FairQueue, Waiting
-from opentinker.services.trainer.bank.limits import NotFinite
+from opentinker.services.trainer.bank.limits import BankEnded, NotFinite
 from opentinker.services.trainer.bank.losses import Datum, Loss, check_data, check_loss
 from opentinker.services.trainer.bank.mixed_batch import PieceResult
 from opentinker.services.trainer.bank.pass_budget import PassBudget
@@ -233,7 +233,7 @@ class BankLoop:
 
     def _require_running(self) -> None:
         if self.task.done():  # a command would wait for ever
-            raise OpenTinkerError("the adapter bank of this trainer has ended")
+            raise BankEnded("the adapter bank of this trainer has ended")
 
     def _push(self, tenant: str, adapter: str, command: BankCommand, units: list[int]) -> None:
         self._require_running()

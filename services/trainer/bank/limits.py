@@ -19,6 +19,10 @@ class NotFinite(Refused):
     """A loss, gradient or norm is NaN or infinite."""
 
 
+class BankEnded(OpenTinkerError):
+    """The bank carries out no commands any more, and this one may not have been: it is the next trainer's."""
+
+
 @dataclass(frozen=True)
 class BankLimits:
     step_tokens: int = 8192

@@ -12,11 +12,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 import structlog
 from redis.exceptions import RedisError
 
-from opentinker.services.trainer.bank.limits import Refused
+from opentinker.services.trainer.bank.limits import BankEnded, Refused
 from opentinker.services.trainer.learners.base import is_out_of_memory
 from opentinker.services.trainer.tinker import model_files
 from opentinker.services.trainer.tinker.command_intake import Arrived, CommandIntake
@@ -41,6 +42,7 @@ from opentinker.shared.types.tinker import (
 )
 
 log = structlog.get_logger()
+T = TypeVar("T")
 
 IN_FLIGHT = 8
 """Commands of a model that the bank has at a time: enough for it never to wait for the next."""
@@ -52,6 +54,8 @@ STORE_BYTES = 256 * 2**20
 """Commands of so many bytes since the stored state make the next one due."""
 RESIDENT_S = 3600.0
 """A model without commands for so long leaves the memory."""
+UNANSWERED = (Fenced, RedisError, BankEnded)
+"""End the lease: the next trainer carries out the command."""
 GAP_S = 600.0
 """Commands whose predecessor has not come for so long are given up: its client has gone."""
 
@@ -74,6 +78,8 @@ class ModelRunner:
         self._news = asyncio.Event()
         self._tasks: dict[int, asyncio.Task[None]] = {}
         """Wait for the results of commands."""
+        self._owed = set[int]()
+        """Commands that were sent and have no answer yet."""
         self._ended: Failed | None = None
         self._sent = self._stored = -1
         """Last command that was sent to the bank, and that the stored state contains."""
@@ -96,7 +102,10 @@ class ModelRunner:
 
     async def run(self) -> None:
         """Consumes the model's commands in their order; waits for commands, woken by `offer`. Ends when the model has
-        left the memory. Raises Fenced, JobFailed, RedisError."""
+        left the memory. Raises Fenced, JobFailed, RedisError, BankEnded."""
+        await _of_bank(self._run())
+
+    async def _run(self) -> None:
         await self._restore()
         while True:
             check_cancelled()
@@ -143,6 +152,7 @@ class ModelRunner:
         self._sent, self._used_at = arrived.seq, time.monotonic()
         if alone and self._ended is None:  # what it came from may be gone later
             await self._store()
+        self._owed.add(arrived.seq)
         task = asyncio.create_task(self._finish(arrived.seq, request, work, is_known=known is not None))
         self._tasks[arrived.seq] = task
 
@@ -157,14 +167,19 @@ class ModelRunner:
     async def _begin(self, command: Command | None, arrived: Arrived, *, repeated: bool) -> Awaitable[Result]:
         try:
             if command is None:
-                return _of(Failed(error="the request cannot be read; send it with another client", category="server"))
+                return _of(await self._refuse_unreadable())
             if arrived.seq == 0 or isinstance(command.body, Create | Load | Unload):
                 return _of(await self._carry_out(command))
             return await self._commands.begin(command, arrived_at=arrived.at, repeated=repeated)
-        except (Fenced, RedisError):
+        except UNANSWERED:
             raise
         except Exception as error:  # noqa: BLE001 - the command is answered with it; the others are not affected
             return _of(_failure(error, self.model, arrived.seq))
+
+    async def _refuse_unreadable(self) -> Failed:
+        if self._sent < 0:
+            await self._end(f"model {self.model} was not created: its first request cannot be read")
+        return Failed(error="the request cannot be read; send it with another client", category="server")
 
     async def _carry_out(self, command: Command) -> Result:
         """Carry out a command that the model does alone. Raises Refused and so on."""
@@ -183,6 +198,8 @@ class ModelRunner:
             if not isinstance(body, Create) or self._sent >= 0:
                 raise Refused("the first request of a model, and no other, creates it")
             await self._commands.create(command, body)
+        except UNANSWERED:
+            raise
         except Exception as error:
             if self._sent < 0:
                 await self._end(f"model {self.model} was not created: {first_line(error)}")
@@ -197,21 +214,24 @@ class ModelRunner:
         self.uncovered = {seq: place for seq, place in self.uncovered.items() if seq >= under_way}
 
     async def _settle(self) -> None:
-        """Wait until all commands so far have their answers."""
+        """Wait until all commands so far have their answers. Raises what has prevented one."""
         if self._tasks:
             await asyncio.wait(self._tasks.values())
+        if self._owed:
+            await asyncio.shield(self._broken)
 
     async def _finish(self, seq: int, request: str, work: Awaitable[Result], *, is_known: bool) -> None:
         """Answer a command once it has its result."""
         try:
             try:
-                result = await work
-            except (Fenced, RedisError):
+                result = await _of_bank(work)
+            except UNANSWERED:
                 raise
             except Exception as error:  # noqa: BLE001 - likewise
                 result = _failure(error, self.model, seq)
             if not is_known:
                 await self._shared.answer(request, result)
+            self._owed.discard(seq)
             if self._ended is not None:
                 self.uncovered.pop(seq, None)
         finally:
@@ -267,13 +287,13 @@ class ModelRunner:
             began, seq, counted = time.monotonic(), self._sent, self._bytes
             try:
                 reading, notes = self._commands.read(seq)
-                adapter = await reading
+                adapter = await _of_bank(reading)
             except NotFound:  # it was not created, or has left
                 return
             earlier = [task for number, task in self._tasks.items() if number <= seq]
             if earlier:
                 await asyncio.wait(earlier)
-            if any(task.cancelled() or task.exception() for task in earlier):  # the lease ends: it is not answered
+            if any(number <= seq for number in self._owed):  # the lease ends
                 return
             try:
                 await asyncio.to_thread(model_files.write_state, self._root, self._shared.lease.epoch, adapter, notes)
@@ -305,21 +325,32 @@ class ModelRunner:
         return True
 
     async def close(self, *, save_s: float) -> None:
-        """Store the state if the commands under way end within the time, and remove the model from the bank. `run` has
-        ended before."""
-        if self._storing is not None:
-            await asyncio.wait([self._storing])
-        if save_s and self._tasks:
-            await asyncio.wait(self._tasks.values(), timeout=save_s)
-        if save_s and not (self._tasks or self._broken.done()) and self._sent > self._stored and self._ended is None:
-            await self._store()
-        await cancel_and_wait(*self._tasks.values())
-        await self._commands.leave()
+        """Store the state if the commands under way end within the time, and remove the model from the bank; with 0
+        only that. `run` has ended before."""
+        under_way = [*self._tasks.values(), *([self._storing] if self._storing else [])]
+        try:
+            if save_s and under_way:
+                await asyncio.wait(under_way, timeout=save_s)
+            is_quiet = not (self._tasks or self._storing or self._broken.done())
+            if save_s and is_quiet and self._sent > self._stored and self._ended is None:
+                await self._store()
+        finally:
+            await cancel_and_wait(self._storing, *self._tasks.values())
+            await self._commands.leave()
 
     @property
     def unanswered(self) -> list[str]:
-        """Requests that have not been sent to the bank."""
-        return [f"{self.model}#{seq}" for seq in sorted(self._pending)]
+        """Requests that have no answer, after `close`."""
+        return [f"{self.model}#{seq}" for seq in sorted({*self._pending, *self._owed})]
+
+
+async def _of_bank(work: Awaitable[T]) -> T:
+    """Await what waits for the bank. Raises BankEnded where it has cancelled its commands."""
+    try:
+        return await work
+    except asyncio.CancelledError:
+        check_cancelled()
+        raise BankEnded("the adapter bank of this trainer has ended") from None
 
 
 def _of(result: Result) -> asyncio.Future[Result]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import orjson
 import structlog
+from redis.exceptions import RedisError
 
 from opentinker.services.trainer.bank.bank_loop import BankLoop
 from opentinker.services.trainer.tinker import model_files
@@ -138,30 +139,34 @@ class TinkerJob:
             await asyncio.to_thread(model_files.remove_samplers, place / "samplers", now=now, all_of_them=ended)
 
     async def _close(self) -> None:
-        """Store what has changed, unless the job is over: then answer what waits."""
-        running = [task for _, task in self._models.values()]
-        await cancel_and_wait(*running)
-        is_over = await self._is_over()
-        runners = [runner for runner, _ in self._models.values()]
-        try:
-            save_s = 0.0 if is_over else CLOSE_S
-            closed = await asyncio.gather(*(runner.close(save_s=save_s) for runner in runners), return_exceptions=True)
-            for runner, error in zip(runners, closed, strict=True):
-                if isinstance(error, Exception):  # its commands are carried out again
-                    log.warning("model_not_stored", model=runner.model, error=str(error))
-            if is_over:
-                for request in [request for runner in runners for request in runner.unanswered]:
-                    await self._shared.answer(request, Failed(error="the Tinker server has ended", category="server"))
-            else:
-                with contextlib.suppress(Fenced, ConsumerDeleted):
-                    await self._purge()
-        finally:
-            await self._curves.report()
-            self._curves.close()
-            await self._intake.close()
+        """Store what has changed, unless the job is over: then answer what waits. No step prevents the next one."""
+        async with contextlib.AsyncExitStack() as steps:
+            steps.push_async_callback(self._intake.close)
+            steps.callback(self._curves.close)
+            steps.push_async_callback(self._curves.report)
+            steps.push_async_callback(self._close_runners)
+            await cancel_and_wait(*(task for _, task in self._models.values()))
+
+    async def _close_runners(self) -> None:
+        runners, is_over = [runner for runner, _ in self._models.values()], await self._is_over()
+        save_s = 0.0 if is_over else CLOSE_S
+        closed = await asyncio.gather(*(runner.close(save_s=save_s) for runner in runners), return_exceptions=True)
+        for runner, error in zip(runners, closed, strict=True):
+            if isinstance(error, Exception):  # its commands are carried out again
+                log.warning("model_not_stored", model=runner.model, error=str(error))
+        if is_over:
+            for request in [request for runner in runners for request in runner.unanswered]:
+                await self._shared.answer(request, Failed(error="the Tinker server has ended", category="server"))
+        else:
+            with contextlib.suppress(Fenced, ConsumerDeleted):
+                await self._purge()
 
     async def _is_over(self) -> bool:
+        """Return whether the job has ended; no if Redis does not say."""
         try:
             return (await self.ctx.store.job(self.lease.job)).state.final
         except NotFound:
             return True
+        except RedisError as error:
+            log.warning("job_not_read", error=str(error) or type(error).__name__)
+            return False

@@ -1,0 +1,139 @@
+"""A lease of a Tinker server that ends in the midst of commands: each is answered rightly or is the next trainer's."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+from redis.exceptions import ConnectionError as RedisLost
+
+from opentinker.services.trainer.bank.limits import BankEnded
+from opentinker.services.trainer.tinker import model_files, model_runner
+from opentinker.shared.messaging.subjects import COMMAND
+from opentinker.shared.types.core import JobState
+from opentinker.shared.types.tinker import Answer, Failed, Loaded, Stepped
+from tests.conftest import WAIT_S, until
+from tests.integration.trainer.tinker.conftest import JOB, STEP, Client, Server, forward_backward
+
+MODEL = "s:train:0"
+
+
+async def test_a_trainer_that_cannot_ask_whether_the_job_is_over_stores_its_models(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = Client(server, MODEL)
+    await client.create()
+    await client.call(STEP)
+
+    async def fail(_: str) -> None:
+        raise RedisLost("connection refused")
+
+    with monkeypatch.context() as context:
+        context.setattr(server.ctx.store, "job", fail)
+        await server.stop()
+    found = model_files.read_state(server.state(MODEL), server.epoch, "x")
+    assert isinstance(found, tuple) and found[1].seq == 1
+    await server.start()
+    assert (await client.call(STEP)).metrics["steps"] == 2.0
+
+
+async def test_a_state_does_not_cover_a_command_whose_answer_was_not_kept(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = Client(server, MODEL)
+    await client.create()
+    runner, records = server.job._models[MODEL][0], server.job._shared.records
+    runner._broken = asyncio.get_running_loop().create_future()  # so that the lease does not end before the store
+    answer = records.answer
+
+    async def fail(one: Answer) -> bool:
+        if one.request == f"{MODEL}#1":
+            raise RedisLost("connection refused")
+        return await answer(one)
+
+    monkeypatch.setattr(records, "answer", fail)
+    await client.send(STEP)
+    await until(runner._broken.done)
+    assert isinstance(runner._broken.exception(), RedisLost)
+    await runner._store()
+    assert runner._stored == 0 and 1 in runner.uncovered
+    monkeypatch.undo()
+    await server.kill()
+    await server.start()
+    assert isinstance(await client.result(f"{MODEL}#1"), Stepped)
+
+
+@pytest.mark.parametrize("created", [True, False])
+async def test_commands_of_a_bank_that_ends_are_the_next_trainers(server: Server, created: bool) -> None:
+    client = Client(server, MODEL)
+    expected: tuple[Any, ...] = (Loaded, Stepped)
+    async with server.bank._slots:
+        pass
+    if created:
+        await client.create()
+    running = server.running
+    assert running is not None
+    async with server.bank._slots:  # nothing is carried out
+        request = await client.send(STEP) if created else ""
+        if created:
+            await until(lambda: server.job._models[MODEL][0]._tasks)
+        server.bank.task.cancel()
+        await asyncio.wait([server.bank.task], timeout=WAIT_S)
+    if not created:
+        waiting = asyncio.create_task(client.create())
+        request = f"{MODEL}#0"
+    done, _ = await asyncio.wait([running], timeout=WAIT_S)
+    assert done and isinstance(running.exception(), BankEnded)
+    assert await server.records.answered(request) is None
+    assert not (server.state(MODEL) / model_files.ENDED).exists()
+    await server.kill()
+    await server.start()
+    assert isinstance(await client.result(request), expected)
+    if not created:
+        await waiting
+
+
+async def test_a_first_command_that_cannot_be_read_ends_its_model(server: Server) -> None:
+    client = Client(server, MODEL)
+    request = f"{MODEL}#0"
+    await server.ctx.bus.nc.publish(COMMAND.at(job=JOB), b"\xc1", headers={"Nats-Msg-Id": request})
+    client.seq = 1
+    assert "cannot be read" in (await client.result(request)).error
+    assert f"{MODEL} was not created" in (await client.call(STEP)).error
+
+    async def left() -> int:
+        await server.job._purge()
+        return await server.ctx.bus.count("COMMANDS", COMMAND.at(job=JOB))
+
+    await until(left, lambda count: count == 0)
+
+
+async def test_a_job_that_is_over_does_not_wait_for_what_it_stores(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = Client(server, MODEL)
+    await client.create()
+    began, ready = threading.Event(), threading.Event()
+
+    def write(*_: object) -> None:
+        began.set()
+        ready.wait(WAIT_S)
+
+    monkeypatch.setattr(model_files, "write_state", write)
+    monkeypatch.setattr(model_runner, "STORE_S", 0.0)
+    try:
+        await client.call(forward_backward(0))
+        await until(began.is_set)
+        late = await client.send(STEP, seq=7)
+        runner, running = server.job._models[MODEL][0], server.running
+        assert running is not None
+        await until(lambda: runner.unanswered)
+        await server.ctx.store.transition(JOB, JobState.CANCELLED)
+        running.cancel()
+        done, _ = await asyncio.wait([running], timeout=WAIT_S / 2)
+        assert done
+        assert isinstance(await client.result(late), Failed)
+    finally:
+        ready.set()
