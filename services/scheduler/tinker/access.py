@@ -9,13 +9,15 @@ import re
 import shutil
 import time
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import msgspec
 from aiohttp import web
 
 from opentinker.services.scheduler.http.auth import tenant_of
 from opentinker.services.scheduler.http.errors import TooMany
+from opentinker.services.scheduler.jobs.check_model import resolved_base
+from opentinker.services.scheduler.jobs.disk_threads import on_disk
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.single_flight import SingleFlight
 from opentinker.shared.spec.tinker import KIND, TinkerSpec
@@ -33,6 +35,7 @@ from opentinker.shared.types.tinker import (
 
 FRESH_S = 1.0
 """So old may the state of a Tinker server be."""
+LONGEST_PATH = 4096
 ID = re.compile(r"s-[0-9a-f]{20}(:(train|sampler):[0-9]{1,16})?")
 """Ids of sessions, models and samplers."""
 PATH = re.compile(
@@ -58,11 +61,19 @@ class Access:
         """Return a Tinker server for this base. Raises NotFound."""
         servers = await self.servers(request)
         for job in servers:
-            if base in (base_of(job), job.id):
+            if base in (base_of(job), shown_base(base_of(job)), job.id):
                 return job
-        bases = sorted({base_of(job) for job in servers})
+        where = await self.resolved(base) if servers else base
+        for job in servers:
+            if where == base_of(job) or base == job.name:
+                return job
+        bases = sorted({shown_base(base_of(job)) for job in servers})
         served = f"served are {', '.join(bases)}" if bases else "start one with `opentinker submit` and kind = 'tinker'"
         raise NotFound(f"no Tinker server for base_model {base[:200]!r} is running that you may use; {served}")
+
+    async def resolved(self, base: str) -> str:
+        """Return the base as specs have it, for one that a client names as specs may: a directory or an id of a hub."""
+        return base if len(base) > LONGEST_PATH else await on_disk(self.ctx, resolved_base, base)
 
     async def server(self, id: str) -> JobRecord:
         """Return the server of a model or sampler. Raises HTTPGone once it has ended."""
@@ -144,6 +155,12 @@ def settings_of(job: JobRecord) -> TinkerSpec:
 
 def base_of(job: JobRecord) -> str:
     return str(job.spec["model"]["base"])
+
+
+def shown_base(base: str) -> str:
+    """Return the name of a base for clients: a directory below the server's own begins there, `Qwen/Qwen3-8B`."""
+    path = PurePath(base)
+    return str(path.relative_to(here)) if path.is_relative_to(here := Path.cwd()) and path != here else base
 
 
 def context_of(job: JobRecord) -> int | None:

@@ -10,7 +10,7 @@ from aiohttp import web
 from opentinker.services.scheduler.http.auth import tenant_of
 from opentinker.services.scheduler.http.errors import json_response
 from opentinker.services.scheduler.http.route_decorator import Route
-from opentinker.services.scheduler.tinker.access import Access, renewed
+from opentinker.services.scheduler.tinker.access import Access, renewed, shown_base
 from opentinker.services.scheduler.tinker.bodies import PathBody, TtlBody, finite, read_body
 from opentinker.services.scheduler.tinker.sessions_api import LIMIT, OFFSET, SCOPE, when
 from opentinker.services.scheduler.tinker.training_api import YEARS_S
@@ -45,7 +45,7 @@ class RunsApi:
         training, sampler = newest["weights"], newest["sampler_weights"]
         return {
             "training_run_id": model.id,
-            "base_model": model.base,
+            "base_model": shown_base(model.base),
             "model_owner": model.tenant,
             "is_lora": True,
             "corrupted": False,
@@ -86,7 +86,7 @@ class RunsApi:
         found = await self._access.checkpoint(request, (await read_body(request, PathBody)).tinker_path)
         return json_response(
             {
-                "base_model": found.base,
+                "base_model": shown_base(found.base),
                 "is_lora": True,
                 "lora_rank": found.lora.rank,
                 "train_unembed": False,

@@ -16,7 +16,7 @@ from aiohttp import web
 from opentinker.services.scheduler.http.auth import tenant_of
 from opentinker.services.scheduler.http.errors import json_response
 from opentinker.services.scheduler.http.route_decorator import Route
-from opentinker.services.scheduler.tinker.access import Access, base_of
+from opentinker.services.scheduler.tinker.access import Access, base_of, shown_base
 from opentinker.services.scheduler.tinker.bodies import (
     MAX_SEQ,
     MIDDLE,
@@ -68,8 +68,10 @@ class SamplingApi:
             job = await self._access.server_for(request, body.base_model)
             return Sampler(id=id, tenant=tenant, session=session, job=job.id, base=base_of(job))
         found = await self._access.checkpoint(request, body.model_path)
-        if body.base_model is not None and body.base_model != found.base:
-            raise SpecError.of("base_model", body.base_model[:200], f"is not the checkpoint's base, {found.base}")
+        if body.base_model is not None and await self._access.resolved(body.base_model) != found.base:
+            raise SpecError.of(
+                "base_model", body.base_model[:200], f"is not the checkpoint's base, {shown_base(found.base)}"
+            )
         job = await self._access.server_for(request, found.base)
         return Sampler(
             id=id, tenant=tenant, session=session, job=job.id, base=found.base, model=found.model, path=found.path,
@@ -81,7 +83,9 @@ class SamplingApi:
     async def sampler(self, request: web.Request) -> web.Response:
         """Get a sampler's base and checkpoint (Tinker)."""
         found = await self._access.sampler(request, request.match_info["id"])
-        return json_response({"sampler_id": found.id, "base_model": found.base, "model_path": found.path or None})
+        return json_response(
+            {"sampler_id": found.id, "base_model": shown_base(found.base), "model_path": found.path or None}
+        )
 
     @Route("POST", "/api/v1/asample", Action.INFERENCE_USE, takes=JSON)
     async def sample(self, request: web.Request) -> web.Response:

@@ -17,7 +17,7 @@ from aiohttp import web
 from opentinker.services.scheduler.http.auth import principal_of, tenant_of
 from opentinker.services.scheduler.http.errors import json_response
 from opentinker.services.scheduler.http.route_decorator import Integer, Parameter, Route
-from opentinker.services.scheduler.tinker.access import Access, base_of, context_of
+from opentinker.services.scheduler.tinker.access import Access, base_of, context_of, shown_base
 from opentinker.services.scheduler.tinker.bodies import (
     MIDDLE,
     FinishBody,
@@ -86,7 +86,7 @@ class TinkerSessionsApi:
     @Route("GET", "/api/v1/get_server_capabilities", Action.JOBS_READ)
     async def capabilities(self, request: web.Request) -> web.Response:
         """List the base models that the key's tenant can train and sample (Tinker)."""
-        lengths = {base_of(job): context_of(job) for job in reversed(await self._access.servers(request))}
+        lengths = {shown_base(base_of(job)): context_of(job) for job in reversed(await self._access.servers(request))}
         models = [
             {"model_name": base, "max_context_length": length, "trainable": True, "sampleable": True}
             for base, length in sorted(lengths.items())

@@ -19,7 +19,7 @@ from opentinker.services.scheduler.http.auth import tenant_of
 from opentinker.services.scheduler.http.errors import json_response
 from opentinker.services.scheduler.http.route_decorator import Route
 from opentinker.services.scheduler.tinker import bodies, training_data
-from opentinker.services.scheduler.tinker.access import Access, base_of, context_of, settings_of
+from opentinker.services.scheduler.tinker.access import Access, base_of, context_of, settings_of, shown_base
 from opentinker.services.scheduler.tinker.bodies import (
     LARGE,
     PROTOBUF,
@@ -170,8 +170,8 @@ class TrainingApi:
             {
                 "type": "get_info",
                 "model_id": model.id,
-                "model_name": model.base,
-                "model_data": {"model_name": model.base, "max_context_length": context_of(job)},
+                "model_name": shown_base(model.base),
+                "model_data": {"model_name": shown_base(model.base), "max_context_length": context_of(job)},
                 "is_lora": True,
                 "lora_rank": model.lora.rank,
             }

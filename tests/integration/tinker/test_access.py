@@ -6,6 +6,7 @@ import io
 import tarfile
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -17,6 +18,7 @@ from opentinker.services.scheduler.tinker.access import Access
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.security.audit_log import folder, writers
 from opentinker.shared.security.authorization import Role
+from opentinker.shared.types.core import JobState
 from opentinker.shared.types.tinker import TinkerCheckpoint
 from tests.conftest import NewContext, until
 from tests.integration.tinker.site import BASE, Client, FakeWorkers, checkpoint_of, passes, start_server
@@ -48,6 +50,31 @@ async def test_a_server_is_open_to_the_tenants_that_it_names(user: Client, blue:
         assert one["model_name"] == BASE and one["trainable"] and one["sampleable"]
         await blue.model()
         assert workers.commands[0].tenant == "blue"
+
+
+async def test_a_base_in_the_servers_working_directory_has_the_name_that_its_spec_gave(
+    user: Client, workers: FakeWorkers, ctx: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "Qwen").mkdir()
+    (tmp_path / "stored").mkdir()
+    (tmp_path / "Qwen" / "Qwen3-8B").symlink_to(tmp_path / "stored")
+    await ctx.store.transition(workers.job, JobState.FAILED)
+    job = await start_server(ctx, base=str(tmp_path / "stored"))  # as submission resolves it
+    names = [one["model_name"] for one in (await user.get("get_server_capabilities"))[1]["supported_models"]]
+    assert names == ["stored"]
+    async with FakeWorkers(ctx, job).work() as fakes:
+        for name in ("Qwen/Qwen3-8B", "stored", "./stored", str(tmp_path / "stored"), "tinker", job):
+            body = {"session_id": await user.session(), "base_model": name, "lora_config": {"rank": 4}}
+            made = await user.result(await user.ok("create_model", **body))
+            assert (await user.ok("get_info", model_id=made["model_id"]))["model_name"] == "stored"
+        found = checkpoint_of(ctx, made["model_id"], base=str(tmp_path / "stored"))
+        await fakes.store.add_checkpoint(found)
+        assert (await user.ok("weights_info", tinker_path=found.path))["base_model"] == "stored"
+        of = {"session_id": await user.session(), "base_model": "Qwen/Qwen3-8B", "model_path": found.path}
+        await user.ok("create_sampling_session", **of)
+        status, answer = await user.post("create_model", **(body | {"base_model": "Qwen/Qwen3-1B"}))
+        assert status == 404 and "served are stored" in answer["detail"]
 
 
 async def test_another_tenants_things_look_like_what_is_not_there(
