@@ -18,25 +18,22 @@ class ListedModel(msgspec.Struct, frozen=True, kw_only=True):
     """Unix seconds of its last command, or of its creation."""
     asked: int
     """Commands that its client has sent."""
-    answered: int
-    """The first so many of them have an answer."""
+    waiting: int
+    """Those of them that have had no answer yet."""
+    next: int
+    """Lowest number that no command has had."""
+    has_next: bool
+    """Whether the trainer has what it needs for one of the waiting commands."""
 
     @property
     def session(self) -> str:
         return self.model.id.partition(":")[0]
-
-    @property
-    def waiting(self) -> int:
-        """Commands without an answer."""
-        return max(0, self.asked - self.answered)
 
 
 class ModelDetails(msgspec.Struct, frozen=True, kw_only=True):
     progress: ModelProgress
     checkpoints: list[TinkerCheckpoint]
     """Newest first."""
-    has_next: bool
-    """Whether the first command without an answer has come."""
 
 
 class ModelCatalog:
@@ -48,15 +45,19 @@ class ModelCatalog:
         ids = await self._store.models_of(job)
         async with self._redis.pipeline(transaction=False) as pipe:
             for id in ids:
-                pipe.hmget(f"tinker:model:{id}", "record", "used", "answered")
+                pipe.hmget(f"tinker:model:{id}", "record", "used", "next")
                 pipe.hlen(f"tinker:asked:{id}")
+                pipe.zcard(f"tinker:open:{id}")
+                pipe.zrange(f"tinker:open:{id}", 0, 0)
             found = await pipe.execute()
         listed = []
-        for (record, used, answered), asked in zip(found[::2], found[1::2], strict=True):
+        for (record, used, next), asked, waiting, lowest in zip(*(found[n::4] for n in range(4)), strict=True):
             if record:
-                model = codec.from_json(TinkerModel, record)
-                at = float(used or model.created)
-                listed.append(ListedModel(model=model, used=at, asked=int(asked), answered=int(answered or 0)))
+                model, missing = codec.from_json(TinkerModel, record), int(next or 0)
+                listed.append(ListedModel(
+                    model=model, used=float(used or model.created), asked=int(asked), waiting=int(waiting),
+                    next=missing, has_next=bool(lowest) and int(lowest[0]) < missing,
+                ))  # fmt: skip
         return sorted(listed, key=lambda one: (-one.used, one.model.id))
 
     async def alive(self, sessions: Collection[str]) -> set[str]:
@@ -66,12 +67,11 @@ class ModelCatalog:
         return {name for name, beat in zip(names, beats, strict=True) if beat}
 
     async def details(self, models: Sequence[ListedModel]) -> list[ModelDetails]:
-        """Return how each of these models learns, what it has saved, and whether its next command has come."""
+        """Return how each of these models learns, and what it has saved."""
         async with self._redis.pipeline(transaction=False) as pipe:
             for one in models:
                 pipe.get(f"tinker:progress:{one.model.id}")
                 pipe.hvals(f"tinker:checkpoints:{one.model.id}")
-                pipe.hexists(f"tinker:asked:{one.model.id}", str(one.answered))
             found = await pipe.execute()
         return [
             ModelDetails(
@@ -79,7 +79,6 @@ class ModelCatalog:
                 checkpoints=sorted(
                     (codec.from_json(TinkerCheckpoint, one) for one in saved), key=lambda one: -one.created
                 ),
-                has_next=bool(has_next),
             )
-            for progress, saved, has_next in zip(found[::3], found[1::3], found[2::3], strict=True)
+            for progress, saved in zip(found[::2], found[1::2], strict=True)
         ]

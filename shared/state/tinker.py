@@ -7,11 +7,12 @@ Redis keys:
     tinker:in:{id}              set of ids of the session's samplers
     tinker:sessions:{tenant}    sorted set of session ids by creation time
     tinker:model:{id}           hash: record (the TinkerModel as JSON), used (Unix seconds of its last command),
-                                answered (commands that have an answer), sampler (id of the newest without a name)
+                                next (lowest number that no command has had), sampler (id of the newest without a name)
     tinker:models:{tenant}      sorted set of model ids by creation time
     tinker:models:of:{job}      set of ids of the models that the job trains
     tinker:progress:{model}     the ModelProgress as JSON
     tinker:asked:{model}        hash: number of a command -> digest of its body
+    tinker:open:{model}         sorted set of the numbers of commands that have had no answer yet, by themselves
     tinker:sampler:{id}         the Sampler as JSON
     tinker:checkpoints:{model}  hash: KIND/NAME -> the TinkerCheckpoint as JSON
     tinker:checkpointed:{tenant}  sorted set of the tenant's checkpoint paths by creation time
@@ -55,15 +56,32 @@ BEAT_S = 300
 MAX_WAITING = 256
 """Commands of a model without an answer."""
 
-# KEYS asked, model. ARGV: number, digest, MAX_WAITING
+# KEYS asked, model, open. ARGV: number, digest, MAX_WAITING. The number that all waiting commands wait for is always
+# admitted.
 _ASK = """
 local known = redis.call('HGET', KEYS[1], ARGV[1])
 if known == ARGV[2] then return 1 end
 if known then return 0 end
-local answered = tonumber(redis.call('HGET', KEYS[2], 'answered') or 0)
-if redis.call('HLEN', KEYS[1]) - answered >= tonumber(ARGV[3]) then return -1 end
+local number, missing = tonumber(ARGV[1]), tonumber(redis.call('HGET', KEYS[2], 'next') or 0)
+local waiting = redis.call('ZCARD', KEYS[3])
+if waiting >= tonumber(ARGV[3]) then
+  local lowest = tonumber(redis.call('ZRANGE', KEYS[3], 0, 0)[1])
+  if number ~= missing or lowest < missing then return -1 end
+end
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
+redis.call('ZADD', KEYS[3], ARGV[1], ARGV[1])
+if number == missing then
+  repeat missing = missing + 1 until redis.call('HEXISTS', KEYS[1], string.format('%.0f', missing)) == 0
+  redis.call('HSET', KEYS[2], 'next', string.format('%.0f', missing))
+end
 return 2
+"""
+
+# KEYS answer, open. ARGV: answer, seconds, number
+_ANSWER = """
+local kept = redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[2], 'NX')
+redis.call('ZREM', KEYS[2], ARGV[3])
+return kept and 1 or 0
 """
 
 
@@ -74,7 +92,7 @@ class TooManyWaiting(OpenTinkerError):
 class TinkerStore:
     def __init__(self, redis: Any) -> None:
         self._redis = redis
-        self._ask = Script(redis, _ASK)
+        self._ask, self._answer = Script(redis, _ASK), Script(redis, _ANSWER)
 
     # --- sessions -----------------------------------------------------------------------------------------------
 
@@ -160,9 +178,10 @@ class TinkerStore:
 
     async def ask(self, model: str, seq: int, digest: str) -> bool:
         """Note the body of a command; return whether it is new. Raises Conflict if this number was used with another
-        body, TooManyWaiting if MAX_WAITING commands have no answer yet."""
+        body, TooManyWaiting if MAX_WAITING commands have no answer yet, unless all of them wait for this one."""
         known = await self._ask(
-            keys=[f"tinker:asked:{model}", f"tinker:model:{model}"], args=[str(seq), digest, str(MAX_WAITING)]
+            keys=[f"tinker:asked:{model}", f"tinker:model:{model}", f"tinker:open:{model}"],
+            args=[str(seq), digest, str(MAX_WAITING)],
         )
         if not known:
             raise Conflict(f"seq_id {seq} of model {model} was used for another request")
@@ -245,18 +264,27 @@ class TinkerStore:
 
     async def answer(self, answer: Answer) -> bool:
         """Keep an answer. Return False, and change nothing, if the request has one."""
-        key, model = f"tinker:answer:{answer.request}", answer.request.partition("#")[0]
-        kept = bool(await self._redis.set(key, codec.to_json(answer), ex=ANSWER_KEPT_S, nx=True))
-        if kept and TRAINED in model:
-            await self._redis.hincrby(f"tinker:model:{model}", "answered", 1)
-        return kept
+        key, (owner, _, number) = f"tinker:answer:{answer.request}", answer.request.partition("#")
+        text = codec.to_json(answer)
+        if TRAINED not in owner:
+            return bool(await self._redis.set(key, text, ex=ANSWER_KEPT_S, nx=True))
+        return bool(await self._answer(keys=[key, f"tinker:open:{owner}"], args=[text, str(ANSWER_KEPT_S), number]))
 
     async def answered(self, request: str) -> Answer | None:
         return await self._read(Answer, f"tinker:answer:{request}")
 
     async def answers_of(self, model: str) -> int:
-        """Return how many of the model's first commands were answered."""
-        return int(await self._redis.hget(f"tinker:model:{model}", "answered") or 0)
+        """Return how many of the model's commands have had an answer."""
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.hlen(f"tinker:asked:{model}")
+            pipe.zcard(f"tinker:open:{model}")
+            asked, waiting = await pipe.execute()
+        return int(asked) - int(waiting)
+
+    async def was_answered(self, request: str) -> bool:
+        """Return whether a command that was asked has had its answer, which may have expired since."""
+        model, _, number = request.partition("#")
+        return await self._redis.zscore(f"tinker:open:{model}", number) is None
 
     async def was_asked(self, request: str) -> bool:
         """Return whether a request is known, or was within ANSWER_KEPT_S if it is for samples."""

@@ -216,7 +216,7 @@ async def read_raw(request: web.Request, limit: int) -> bytes:
             parts.append(part)
             size += len(part)
             if size > limit:
-                raise _too_large(limit)
+                raise too_large(limit)
     raw, encoding = b"".join(parts), request.headers.get("Content-Encoding", "identity").strip().lower()
     if encoding == "zstd":
         return await asyncio.to_thread(_decompressed, raw, limit)
@@ -230,11 +230,11 @@ def _decompressed(raw: bytes, limit: int) -> bytes:
     except (zstandard.ZstdError, MemoryError) as error:
         raise BrokenBody(f"the body is not zstd data: {error}") from None
     if len(found) > limit:
-        raise _too_large(limit)
+        raise too_large(limit)
     return found
 
 
-def _too_large(limit: int) -> web.HTTPRequestEntityTooLarge:
+def too_large(limit: int) -> web.HTTPRequestEntityTooLarge:
     return web.HTTPRequestEntityTooLarge(max_size=limit, actual_size=limit + 1)
 
 
@@ -258,6 +258,46 @@ def parse_body(raw: bytes, kind: type[B]) -> B:
         raise SpecError.of(where.strip("`.") or "(body)", None, what) from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise SpecError.of("(body)", None, f"invalid JSON: {error}") from None
+
+
+class Refused(msgspec.Struct, frozen=True, kw_only=True):
+    """A command whose number can be read, though the rest cannot."""
+
+    model_id: str
+    seq_id: Whole
+    error: str
+
+
+class _Number(msgspec.Struct, frozen=True, kw_only=True):
+    model_id: str
+    seq_id: Whole
+
+
+async def read_command(request: web.Request, kind: type[B], limit: int = SMALL) -> B | Refused:
+    """Return the JSON body of a command; Refused if its number alone is as it must be, because later commands of the
+    model wait for it. Raises SpecError and what `read_raw` raises."""
+    raw = await read_raw(request, beyond(limit))
+    try:
+        if len(raw) > limit:
+            raise oversized(len(raw), limit)
+        return await aside(len(raw), parse_body, raw, kind)
+    except SpecError as error:
+        try:
+            number = await aside(len(raw), parse_body, raw, _Number)
+        except SpecError:
+            raise (too_large(limit) if len(raw) > limit else error) from None
+        return Refused(model_id=number.model_id, seq_id=number.seq_id, error=str(error))
+
+
+def beyond(limit: int) -> int:
+    """Bytes of a body that are read for its number, where `limit` bytes are carried out."""
+    return min(4 * limit, 2 * LARGE)
+
+
+def oversized(size: int, limit: int) -> SpecError:
+    return SpecError.of(
+        "(body)", None, f"has {size} bytes, and may have {limit}; send fewer or shorter data in one request"
+    )
 
 
 def metadata_of(given: dict[str, Any] | None, field: str = "user_metadata") -> dict[str, str]:

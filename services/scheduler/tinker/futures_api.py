@@ -52,10 +52,10 @@ class FuturesApi:
 
     async def _refuse_unknown(self, id: str) -> None:
         """Raises NotFound, or HTTPGone for one whose answer has expired."""
-        owner, _, number = id.partition("#")
-        if not await self._access.store.was_asked(id):
+        store = self._access.store
+        if not await store.was_asked(id):
             raise NotFound(f"request {id} does not exist")
-        if TRAINED not in owner or int(number) >= await self._access.store.answers_of(owner):
+        if TRAINED not in id or not await store.was_answered(id):
             return
         if await self._futures.answer(id, 0.0) is None:  # it has not come since it was last looked for
             raise web.HTTPGone(text=f"request {id} was carried out, and its answer is kept no more")

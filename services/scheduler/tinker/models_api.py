@@ -46,7 +46,7 @@ class ModelsApi:
         page, queue = own[offset : offset + limit], await queue_of(self.store, job)
         details = await self._models.details(page)
         shown = [
-            {**_shown(one, known), "alive": one.session in alive, "waiting_for": _waits_for(job, queue, one, known)}
+            {**_shown(one, known), "alive": one.session in alive, "waiting_for": _waits_for(job, queue, one)}
             for one, known in zip(page, details, strict=True)
         ]
         others = [one for one in listed if one.model.tenant != tenant] if job.tenant == tenant else None
@@ -91,15 +91,15 @@ async def queue_of(store: Store, job: JobRecord) -> str:
     return next((str(one.detail["queue"]) for one in workers if "queue" in one.detail), "")
 
 
-def _waits_for(job: JobRecord, queue: str, one: ListedModel, details: ModelDetails) -> str:
+def _waits_for(job: JobRecord, queue: str, one: ListedModel) -> str:
     if not one.waiting:
         return ""
     if job.state.final:
         return f"nothing: the server has ended ({job.state})"
     if job.state is not JobState.RUNNING:
         return f"the server, which is {job.state}" + (f" and waits for {job.waiting_for}" if job.waiting_for else "")
-    if not details.has_next:
-        return f"request {one.answered} of the client, which has not come"
+    if not one.has_next:
+        return f"request {one.next} of the client, which has not come"
     return "the trainer" + (f": {queue}" if queue else "")
 
 

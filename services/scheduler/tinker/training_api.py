@@ -10,7 +10,9 @@ import asyncio
 import contextlib
 import hashlib
 import time
-from typing import Any
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -29,13 +31,16 @@ from opentinker.services.scheduler.tinker.bodies import (
     ModelBody,
     ModelId,
     OptimizerKind,
+    Refused,
     SaveBody,
     StepBody,
     aside,
+    beyond,
     finite,
     metadata_of,
     name_of,
     read_body,
+    read_command,
     read_raw,
     seq_of,
 )
@@ -50,6 +55,7 @@ from opentinker.shared.types.tinker import (
     LoraShape,
     OptimStep,
     Save,
+    Skip,
     TinkerCheckpoint,
     TinkerModel,
 )
@@ -59,6 +65,10 @@ YEARS_S = 10 * 366 * 86400.0
 PROTOBUF_BYTES = 8 << 20
 LARGE_AT_ONCE = 4
 """Large bodies that are read and parsed at the same time: a parsed one takes ten times its bytes."""
+
+
+G = TypeVar("G")
+Make = Callable[[G, TinkerModel, int], Awaitable[Body]]
 
 
 class TrainingApi:
@@ -88,13 +98,11 @@ class TrainingApi:
     @Route("POST", "/api/v1/load_weights", Action.JOBS_WRITE, takes=JSON)
     async def load_weights(self, request: web.Request) -> web.Response:
         """Load a checkpoint into a model, or create a model from it (Tinker)."""
-        body = await read_body(request, LoadBody)
-        if body.session_id is not None:
+        body = await read_command(request, LoadBody)
+        if isinstance(body, LoadBody) and body.session_id is not None:
             return json_response(await self._create_from(request, body))
-        model = await self._access.model(request, body.model_id or "")
-        seq = seq_of("seq_id", body.seq_id, 1)
 
-        async def load() -> Body:
+        async def load(body: LoadBody, model: TinkerModel, _: int) -> Body:
             checkpoint = await self._loadable(request, body)
             if (checkpoint.base, checkpoint.lora.rank) != (model.base, model.lora.rank):
                 has = f"base {checkpoint.base}, rank {checkpoint.lora.rank}"
@@ -102,7 +110,7 @@ class TrainingApi:
                 raise SpecError.of("path", body.path[:200], problem)
             return Load(path=body.path, directory=self._place(checkpoint), optimizer=body.optimizer)
 
-        return json_response(await self._commands.send(request, model, seq, await or_skip(load)))
+        return await self._send(request, body, load)
 
     async def _create_from(self, request: web.Request, body: LoadBody) -> dict[str, Any]:
         session = await self._access.session(request, body.session_id or "")
@@ -187,15 +195,13 @@ class TrainingApi:
         if PROTOBUF not in request.headers.get("Content-Type", ""):
             return await self._forward_json(request, backward=True)
         async with self._large if (request.content_length or LARGE) > bodies.MIDDLE else contextlib.nullcontext():
-            raw = await read_raw(request, PROTOBUF_BYTES)
-            message = await aside(len(raw), training_data.from_protobuf, raw)
-            model = await self._access.model(request, message.model_id)
-            seq = seq_of("seq_id", message.seq_id, 1)
+            raw = await read_raw(request, beyond(PROTOBUF_BYTES))
+            message = await aside(len(raw), training_data.from_protobuf, raw, PROTOBUF_BYTES)
 
-            async def forward() -> Body:
+            async def forward(message: Any, _: TinkerModel, __: int) -> Body:
                 return await aside(len(raw), training_data.forward_of_protobuf, message)
 
-            return json_response(await self._commands.send(request, model, seq, await or_skip(forward)))
+            return await self._send(request, message, forward)
 
     @Route("POST", "/api/v1/forward", Action.JOBS_WRITE, takes=JSON, frequent=True)
     async def forward(self, request: web.Request) -> web.Response:
@@ -204,27 +210,23 @@ class TrainingApi:
 
     async def _forward_json(self, request: web.Request, *, backward: bool) -> web.Response:
         async with self._large if (request.content_length or LARGE) > bodies.MIDDLE else contextlib.nullcontext():
-            body = await read_body(request, ForwardBody, LARGE)
-            model = await self._access.model(request, body.model_id)
-            seq = seq_of("seq_id", body.seq_id, 1)
+            body = await read_command(request, ForwardBody, LARGE)
 
-            async def forward() -> Body:
+            async def forward(body: ForwardBody, _: TinkerModel, __: int) -> Body:
                 return await asyncio.to_thread(training_data.forward_of_json, body, backward=backward)
 
-            return json_response(await self._commands.send(request, model, seq, await or_skip(forward)))
+            return await self._send(request, body, forward)
 
     @Route("POST", "/api/v1/optim_step", Action.JOBS_WRITE, takes=JSON, frequent=True)
     async def optim_step(self, request: web.Request) -> web.Response:
         """Step a model's optimizer with the gradient so far, and clear it (Tinker)."""
-        body = await read_body(request, StepBody)
-        model = await self._access.model(request, body.model_id)
-        seq = seq_of("seq_id", body.seq_id, 1)
+        body = await read_command(request, StepBody)
 
-        async def step() -> Body:
+        async def step(body: StepBody, _: TinkerModel, __: int) -> Body:
             refuse_optimizer(body.optimizer_params, "optimizer_params")
             return step_of(body.adam_params or AdamBody())
 
-        return json_response(await self._commands.send(request, model, seq, await or_skip(step)))
+        return await self._send(request, body, step)
 
     # --- saves --------------------------------------------------------------------------------------------------------
 
@@ -244,14 +246,23 @@ class TrainingApi:
         return await self._save(request, "external_weights")
 
     async def _save(self, request: web.Request, kind: CheckpointKind) -> web.Response:
-        body = await read_body(request, SaveBody)
-        model = await self._access.model(request, body.model_id)
-        seq = seq_of("seq_id", body.seq_id, 1)
-
-        async def save() -> Body:
+        async def save(body: SaveBody, model: TinkerModel, seq: int) -> Body:
             return save_of(body, model, kind, seq)
 
-        return json_response(await self._commands.send(request, model, seq, await or_skip(save)))
+        return await self._send(request, await read_command(request, SaveBody), save)
+
+    # --- all of them --------------------------------------------------------------------------------------------------
+
+    async def _send(self, request: web.Request, given: G | Refused, make: Make[G]) -> web.Response:
+        """Send the command that `make` returns; what it refuses has its place in the order too."""
+        asked: Any = given
+        model = await self._access.model(request, asked.model_id or "")
+        seq = seq_of("seq_id", asked.seq_id, 1)
+        if isinstance(given, Refused):
+            body: Body = Skip(error=given.error)
+        else:
+            body = await or_skip(partial(make, given, model, seq))
+        return json_response(await self._commands.send(request, model, seq, body))
 
 
 def step_of(adam: AdamBody) -> OptimStep:

@@ -15,7 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from opentinker.services.scheduler.tinker import schema
-from opentinker.services.scheduler.tinker.bodies import DatumBody, ForwardBody, TensorBody
+from opentinker.services.scheduler.tinker.bodies import (
+    DatumBody,
+    ForwardBody,
+    Refused,
+    TensorBody,
+    oversized,
+    too_large,
+)
 from opentinker.shared.types.errors import SpecError
 from opentinker.shared.types.tinker import Datum, ForwardBackward
 
@@ -52,8 +59,19 @@ class Tensor:
     col: Array | None = None
 
 
-def from_protobuf(raw: bytes) -> Any:
-    """Return the message. Raises SpecError."""
+def from_protobuf(raw: bytes, limit: int) -> Any:
+    """Return the message; Refused if its number alone can be read. Raises SpecError, HTTPRequestEntityTooLarge."""
+    try:
+        if len(raw) > limit:
+            raise oversized(len(raw), limit)
+        return _parsed(raw)
+    except SpecError as error:
+        if (number := _number(raw)) is None:
+            raise (too_large(limit) if len(raw) > limit else error) from None
+        return Refused(model_id=number[0], seq_id=number[1], error=str(error))
+
+
+def _parsed(raw: bytes) -> Any:
     if _fields(raw, 3) > MAX_FIELDS:
         raise SpecError.of("(body)", None, f"has more than {MAX_FIELDS} fields; send fewer data in one request")
     message = schema.ForwardBackwardRequest()
@@ -268,6 +286,17 @@ def _fields(raw: bytes | memoryview, within: int = 0) -> int:
         else:
             at += {1: 8, 5: 4}.get(key & 7, len(view))
     return count
+
+
+def _number(raw: bytes) -> tuple[str, int] | None:
+    """Return model_id and seq_id, with which a message begins; None if it does not."""
+    view, (key, at) = memoryview(raw), _varint(memoryview(raw), 0)
+    length, at = _varint(view, at)
+    model, (next_key, next_at) = bytes(view[at : at + length]), _varint(view, at + length)
+    seq, _ = _varint(view, next_at)
+    if (key, next_key) != (1 << 3 | 2, 2 << 3) or len(model) != length or not model.isascii():
+        return None
+    return model.decode(), seq
 
 
 def _varint(view: memoryview, at: int) -> tuple[int, int]:

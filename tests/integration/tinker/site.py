@@ -118,7 +118,9 @@ class Client:
         return await self.http("GET", f"/api/v1/{path}", headers=self.headers, **more)
 
     async def send(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
-        return await self.http(method, f"/api/v1/{path}", headers=self.headers, data=orjson.dumps(body or {}))
+        return await self.http(
+            method, f"/api/v1/{path}", headers=self.headers, data=io.BytesIO(orjson.dumps(body or {}))
+        )
 
     async def post(self, route: str, /, **body: Any) -> tuple[int, Any]:
         return await self.send("POST", route, body)
