@@ -62,7 +62,6 @@ from opentinker.shared.types.tinker import (
 
 JSON = "application/json"
 YEARS_S = 10 * 366 * 86400.0
-PROTOBUF_BYTES = 8 << 20
 LARGE_AT_ONCE = 4
 """Large bodies that are read and parsed at the same time: a parsed one takes ten times its bytes."""
 
@@ -195,8 +194,8 @@ class TrainingApi:
         if PROTOBUF not in request.headers.get("Content-Type", ""):
             return await self._forward_json(request, backward=True)
         async with self._large if (request.content_length or LARGE) > bodies.MIDDLE else contextlib.nullcontext():
-            raw = await read_raw(request, beyond(PROTOBUF_BYTES))
-            message = await aside(len(raw), training_data.from_protobuf, raw, PROTOBUF_BYTES)
+            raw = await read_raw(request, beyond(training_data.PROTOBUF_BYTES))
+            message = await aside(len(raw), training_data.from_protobuf, raw)
 
             async def forward(message: Any, _: TinkerModel, __: int) -> Body:
                 return await aside(len(raw), training_data.forward_of_protobuf, message)

@@ -34,6 +34,10 @@ MAX_FIELDS = 100_000
 """Fields of a protobuf request and of its data: what is parsed takes a hundred bytes for each."""
 MAX_TOKENS = 1 << 20
 """Positions of one sequence, and cells of one of its arrays."""
+PROTOBUF_BYTES = 8 << 20
+"""Of a request."""
+DENSE_BYTES = 8 << 20
+"""Of all arrays of a request, which go to the trainer in one message, with sparse rows filled in."""
 CLIPPED = ("clip_low_threshold", "clip_high_threshold")
 LOSSES: dict[str, tuple[str, ...]] = {
     "cross_entropy": (),
@@ -59,7 +63,21 @@ class Tensor:
     col: Array | None = None
 
 
-def from_protobuf(raw: bytes, limit: int) -> Any:
+class Room:
+    """Bytes that the arrays of a request may still take. Sparse rows of a small body may fill the memory."""
+
+    def __init__(self) -> None:
+        self._left = DENSE_BYTES
+
+    def take(self, at: int, name: str, cells: int) -> None:
+        """Raises SpecError."""
+        self._left -= 4 * cells
+        if self._left < 0:
+            problem = f"is too large: with it the arrays have more than {DENSE_BYTES} bytes, sparse rows filled in"
+            raise _bad(at, name, f"{problem}; send fewer or shorter data in one request")
+
+
+def from_protobuf(raw: bytes, limit: int = PROTOBUF_BYTES) -> Any:
     """Return the message; Refused if its number alone can be read. Raises SpecError, HTTPRequestEntityTooLarge."""
     try:
         if len(raw) > limit:
@@ -89,7 +107,8 @@ def forward_of_protobuf(message: Any) -> ForwardBackward:
         settings[name] = setting.text if setting.HasField("text") else setting.number
     if len(message.data) > MAX_DATA:
         raise _too_many(len(message.data))
-    data = [_datum_of_protobuf(at, datum, message.loss_fn) for at, datum in enumerate(message.data)]
+    room = Room()
+    data = [_datum_of_protobuf(at, datum, message.loss_fn, room) for at, datum in enumerate(message.data)]
     return _forward(data, message.loss_fn, settings, backward=not message.forward_only)
 
 
@@ -100,7 +119,8 @@ def forward_of_json(body: ForwardBody, *, backward: bool) -> ForwardBackward:
         raise SpecError.of("forward_backward_input" if backward else "forward_input", None, "is missing")
     if len(given.data) > MAX_DATA:
         raise _too_many(len(given.data))
-    data = [_datum_of_json(at, datum, given.loss_fn) for at, datum in enumerate(given.data)]
+    room = Room()
+    data = [_datum_of_json(at, datum, given.loss_fn, room) for at, datum in enumerate(given.data)]
     return _forward(data, given.loss_fn, given.loss_fn_config or {}, backward=backward)
 
 
@@ -151,7 +171,7 @@ def _too_many(count: int) -> SpecError:
 # --- one datum --------------------------------------------------------------------------------------------------------
 
 
-def _datum_of_protobuf(at: int, datum: Any, loss: str) -> Datum:
+def _datum_of_protobuf(at: int, datum: Any, loss: str, room: Room) -> Datum:
     parts = []
     for chunk in datum.model_input:
         if not chunk.HasField("encoded_text") or len(chunk.encoded_text.tokens) % 4:
@@ -160,7 +180,7 @@ def _datum_of_protobuf(at: int, datum: Any, loss: str) -> Datum:
     if len(datum.loss_fn_inputs) > 16:
         raise _bad(at, "loss_fn_inputs", "has too many arrays")
     inputs = {name: _tensor_of_protobuf(at, name, tensor) for name, tensor in datum.loss_fn_inputs.items()}
-    return _datum(at, np.concatenate(parts) if parts else np.zeros(0, "<i4"), inputs, loss)
+    return _datum(at, np.concatenate(parts) if parts else np.zeros(0, "<i4"), inputs, loss, room)
 
 
 def _tensor_of_protobuf(at: int, name: str, tensor: Any) -> Tensor:
@@ -181,12 +201,12 @@ def _widened(values: Array, dtype: int) -> Array:
     return (values.astype(np.uint32) << 16).view(np.float32) if dtype == schema.BFLOAT16 else values
 
 
-def _datum_of_json(at: int, datum: DatumBody, loss: str) -> Datum:
+def _datum_of_json(at: int, datum: DatumBody, loss: str, room: Room) -> Datum:
     if any(chunk.type != "encoded_text" for chunk in datum.model_input.chunks):
         raise _bad(at, "model_input", "must be chunks of token ids; images and audio are not served")
     tokens = np.array([token for chunk in datum.model_input.chunks for token in chunk.tokens], np.float64)
     inputs = {name: _tensor_of_json(tensor) for name, tensor in datum.loss_fn_inputs.items()}
-    return _datum(at, tokens, inputs, loss)
+    return _datum(at, tokens, inputs, loss, room)
 
 
 def _tensor_of_json(tensor: TensorBody) -> Tensor:
@@ -199,7 +219,7 @@ def _tensor_of_json(tensor: TensorBody) -> Tensor:
     )
 
 
-def _datum(at: int, tokens: Array, inputs: dict[str, Tensor], loss: str) -> Datum:
+def _datum(at: int, tokens: Array, inputs: dict[str, Tensor], loss: str, room: Room) -> Datum:
     refuse_unknown(loss)
     if not 0 < len(tokens) <= MAX_TOKENS:
         raise _bad(at, "model_input", f"has {len(tokens)} tokens; it must have 1 to {MAX_TOKENS}")
@@ -209,8 +229,8 @@ def _datum(at: int, tokens: Array, inputs: dict[str, Tensor], loss: str) -> Datu
     needed = ("target_tokens",) if loss == "cross_entropy" else ("target_tokens", "logprobs", "advantages")
     if missing := [name for name in needed if name not in inputs]:
         raise _bad(at, missing[0], f"is missing; {loss} needs {', '.join(needed)}")
-    targets = _dense(at, "target_tokens", inputs["target_tokens"], len(tokens))
-    others = {name: _dense(at, name, inputs[name], len(tokens)) for name in takes if name in inputs}
+    targets = _dense(at, "target_tokens", inputs["target_tokens"], len(tokens), room)
+    others = {name: _dense(at, name, inputs[name], len(tokens), room) for name in takes if name in inputs}
     for name, array in others.items():
         if array.shape != targets.shape:
             raise _bad(at, name, f"has shape {list(array.shape)}, and target_tokens {list(targets.shape)}")
@@ -221,13 +241,14 @@ def _datum(at: int, tokens: Array, inputs: dict[str, Tensor], loss: str) -> Datu
     )  # fmt: skip
 
 
-def _dense(at: int, name: str, tensor: Tensor, length: int) -> Array:
+def _dense(at: int, name: str, tensor: Tensor, length: int, room: Room) -> Array:
     """Return the array as [N, K]."""
     shape = tensor.shape or (tensor.values.size,)
     if len(shape) not in (1, 2) or any(not 0 <= size <= MAX_TOKENS for size in shape) or math.prod(shape) > MAX_TOKENS:
         raise _bad(at, name, f"has shape {list(shape)[:4]}; it must be N or N x K, with at most {MAX_TOKENS} cells")
     if shape[0] != length or math.prod(shape) == 0:
         raise _bad(at, name, f"has {shape[0]} rows, and the input has {length} tokens")
+    room.take(at, name, math.prod(shape))
     wide = (shape[0], shape[1] if len(shape) == 2 else 1)
     if tensor.crow is not None or tensor.col is not None:
         return _from_sparse(at, name, tensor, wide)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import tracemalloc
 from typing import Any
 
 import msgspec
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opentinker.services.scheduler.tinker import bodies, training_data
-from opentinker.services.scheduler.tinker.bodies import ForwardBody, SampleBody
+from opentinker.services.scheduler.tinker.bodies import ForwardBody, Refused, SampleBody
 from opentinker.services.scheduler.tinker.sampling_api import sample_of
 from opentinker.shared.types.errors import SpecError
 from tests.integration.tinker.site import passes
@@ -25,7 +26,11 @@ NUMBERS = (
 
 def parsed(raw: bytes) -> None:
     with contextlib.suppress(SpecError):
-        found = training_data.forward_of_protobuf(training_data.from_protobuf(raw))
+        message = training_data.from_protobuf(raw)
+        if isinstance(message, Refused):
+            assert message.error
+            return
+        found = training_data.forward_of_protobuf(message)
         for datum in found.data:
             assert len(datum.targets) == len(datum.tokens) * datum.width
             assert np.all(np.frombuffer(datum.targets, "<i4") >= 0)
@@ -73,3 +78,26 @@ def test_odd_arrays_in_json_are_refused(field: str, value: Any) -> None:
 def test_what_is_no_json_is_refused(raw: bytes) -> None:
     with pytest.raises(SpecError):
         bodies.parse_body(raw, SampleBody)
+
+
+def test_sparse_rows_of_a_small_body_are_refused_before_they_fill_the_memory() -> None:
+    """2**20 cells each, 4 MB of targets: two of them fit, and no third."""
+
+    def widen(message: Any) -> None:
+        wide = message.data.add()
+        wide.model_input.add().encoded_text.tokens = np.array([1, 2], "<i4").tobytes()
+        tensor = wide.loss_fn_inputs["target_tokens"]
+        tensor.sparse_csr.values, tensor.dtype = np.ones(1, "<i8").tobytes(), 2
+        tensor.sparse_csr.crow_indices = np.array([0, 1, 1], "<i8").tobytes()
+        tensor.sparse_csr.col_indices = np.array([0], "<i8").tobytes()
+        tensor.shape.extend([2, 1 << 19])
+        message.data.extend([wide] * 200)
+
+    raw = passes("m", 1, change=widen)
+    assert len(raw) < 1 << 16
+    tracemalloc.start()
+    with pytest.raises(SpecError, match=r"data\[2\].target_tokens.*send fewer or shorter data"):
+        training_data.forward_of_protobuf(training_data.from_protobuf(raw))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 64 << 20
