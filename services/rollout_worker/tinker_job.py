@@ -184,7 +184,7 @@ class TinkerJob:
         except EngineLost:
             raise
         except AdapterGone as error:
-            return Failed(error=f"{error}: make a sampler from newer weights", lost=True)
+            return Failed(error=f"{error}: make a sampler from newer weights", lost=request.follows)
         except AdapterRefused as error:
             return Failed(error=str(error))
         except EngineError as error:

@@ -14,6 +14,7 @@ Redis keys:
     tinker:asked:{model}        hash: number of a command -> digest of its body
     tinker:open:{model}         sorted set of the numbers of commands that have had no answer yet, by themselves
     tinker:sampler:{id}         the Sampler as JSON
+    tinker:sampling:{model}     sorted set of ids of samplers that hold weights of the model, by their last use
     tinker:checkpoints:{model}  hash: KIND/NAME -> the TinkerCheckpoint as JSON
     tinker:checkpointed:{tenant}  sorted set of the tenant's checkpoint paths by creation time
     tinker:expiring             sorted set of checkpoint paths by the Unix time at which they expire
@@ -198,7 +199,22 @@ class TinkerStore:
             pipe.sadd(f"tinker:in:{sampler.session}", sampler.id)
             if sampler.model and not sampler.path:
                 pipe.hset(f"tinker:model:{sampler.model}", "sampler", sampler.id)
+            if sampler.model and not sampler.follows:
+                pipe.zadd(f"tinker:sampling:{sampler.model}", {sampler.id: time.time()})
             await pipe.execute()
+
+    async def used_sampler(self, sampler: Sampler) -> None:
+        """Note that samples are drawn with these weights, which one that follows the model's does not hold."""
+        if sampler.model and not sampler.follows:
+            await self._redis.zadd(f"tinker:sampling:{sampler.model}", {sampler.id: time.time()})
+
+    async def samplers_of(self, model: str) -> list[Sampler]:
+        """Return those that hold weights of the model, the most recently used ones first, without those forgotten."""
+        return await self._listed(Sampler, f"tinker:sampling:{model}", "tinker:sampler:")
+
+    async def forget_use(self, model: str, ids: Sequence[str]) -> None:
+        if ids:
+            await self._redis.zrem(f"tinker:sampling:{model}", *ids)
 
     async def newest_of(self, sampler: Sampler) -> Sampler:
         """Return the sampler with the model's newest weights, which one that follows them samples with."""

@@ -181,6 +181,8 @@ class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
     directory: str = ""
     version: str = ""
     rank: int = 0
+    follows: bool = False
+    """Sent again, the request gets the model's newest weights."""
     prompt: bytes
     """int32 token ids."""
     count: int = 1

@@ -109,8 +109,10 @@ class SamplingApi:
     async def _publish(self, asked: SampleRequest, sampler: Sampler, *, again: bool) -> None:
         newest = await self._store.newest_of(sampler)
         asked = msgspec.structs.replace(
-            asked, model=newest.model, directory=newest.directory, version=newest.version, rank=newest.rank
-        )
+            asked, model=newest.model, directory=newest.directory, version=newest.version, rank=newest.rank,
+            follows=sampler.follows,
+        )  # fmt: skip
+        await self._store.used_sampler(sampler)
         async with asyncio.timeout(PUBLISH_S):
             msg_id = f"{asked.request}@{uuid.uuid4().hex}" if again else asked.request
             await self._bus.publish(SAMPLE, asked, msg_id=msg_id, job=sampler.job)

@@ -38,8 +38,6 @@ from opentinker.shared.types.tinker import LoraShape
 STATE, ENDED, WHOLE = "model.safetensors", "ended.json", "state.safetensors"
 NOTES = "model"
 """Name of the notes in a state file."""
-SAMPLER_KEPT_S = 600.0
-"""A sampler's files stay for so long after newer ones of its model were written: samples under way load them."""
 
 
 class ModelNotes(msgspec.Struct, frozen=True, kw_only=True):
@@ -166,16 +164,3 @@ def _peft_weights(directory: Path, shape: AdapterShape) -> Tensor:
     if odd := difference({n: t.shape for n, t in saved.items()}, {n: t.shape for n, t in expected.items()}):
         raise Refused(f"the checkpoint does not fit the model: {odd}; create the model from it instead")
     return torch.cat([saved[name].float().flatten() for name in expected])
-
-
-def remove_samplers(root: Path, *, now: float, all_of_them: bool = False) -> list[str]:
-    """Remove files of samplers below `root` that newer ones have followed for SAMPLER_KEPT_S. Returns their names."""
-    if not root.exists():
-        return []
-    written = sorted((path.stat().st_mtime, path) for path in root.iterdir() if not path.name.startswith("."))
-    newer = [time_ for time_, _ in written[1:]]
-    gone = [path for (_, path), after in zip(written, newer, strict=False) if now - after >= SAMPLER_KEPT_S]
-    gone = [path for _, path in written] if all_of_them else gone
-    for path in gone:
-        shutil.rmtree(path, ignore_errors=True)
-    return [path.name for path in gone]

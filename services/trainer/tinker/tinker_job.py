@@ -19,7 +19,7 @@ import structlog
 from redis.exceptions import RedisError
 
 from opentinker.services.trainer.bank.bank_loop import BankLoop
-from opentinker.services.trainer.tinker import model_files
+from opentinker.services.trainer.tinker import model_files, sampler_files
 from opentinker.services.trainer.tinker.command_intake import Arrived, CommandIntake
 from opentinker.services.trainer.tinker.model_curves import REPORT_S, ModelCurves
 from opentinker.services.trainer.tinker.model_runner import ModelRunner
@@ -132,11 +132,15 @@ class TinkerJob:
         )
 
     async def _tidy(self) -> None:
-        """Remove files of samplers that newer ones have followed, and those of models that have ended."""
-        for model in await self._shared.records.models_of(self.lease.job):
+        """Remove files of samplers that no client uses any longer, and that were replaced or whose model has ended."""
+        records = self._shared.records
+        for model in await records.models_of(self.lease.job):
             place, now = self._shared.place(model), time.time()
+            kept = await sampler_files.kept_for_clients(records, model)
             ended = await asyncio.to_thread((place / "state" / model_files.ENDED).exists)
-            await asyncio.to_thread(model_files.remove_samplers, place / "samplers", now=now, all_of_them=ended)
+            root = place / "samplers"
+            newest = set() if ended else await asyncio.to_thread(sampler_files.newest_of, root)
+            await asyncio.to_thread(sampler_files.remove_replaced, root, newest=newest, kept=kept, now=now)
 
     async def _close(self) -> None:
         """Store what has changed, unless the job is over: then answer what waits. No step prevents the next one."""

@@ -176,8 +176,10 @@ async def test_failures_name_their_cause_and_leave_the_job_serving(bench: Bench,
     shutil.rmtree(gone)
     spoiled = write_adapter(tmp_path / "spoiled", value=float("nan"))
     async with bench.serving(Gated()) as job:
-        lost = await bench.failed(await bench.ask("1", directory=str(gone), version="1"))
+        lost = await bench.failed(await bench.ask("1", directory=str(gone), version="1", follows=True))
         assert lost.lost and "were removed" in lost.error
+        over = await bench.failed(await bench.ask("6", directory=str(gone), version="1"))
+        assert (over.category, over.lost) == ("user", False) and "make a sampler from newer weights" in over.error
         refused = await bench.failed(await bench.ask("2", directory=str(spoiled), version="1"))
         assert (refused.category, refused.lost) == ("user", False) and "not finite" in refused.error
         long = await bench.failed(await bench.ask("3", [5] * 64))
@@ -189,7 +191,7 @@ async def test_failures_name_their_cause_and_leave_the_job_serving(bench: Bench,
         assert (await bench.failed(unread)).category == "server"
         assert (await bench.sampled(await bench.ask("5"))).sequences
         await until(bench.waiting, lambda found: found == 0)
-        assert job.meter.counts["serving/refused"] == 5 and job.meter.counts["serving/answers"] == 1
+        assert job.meter.counts["serving/refused"] == 6 and job.meter.counts["serving/answers"] == 1
 
 
 async def test_no_more_samples_than_allowed_are_in_the_engine(bench: Bench) -> None:

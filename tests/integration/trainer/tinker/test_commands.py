@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import time
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from peft import PeftConfig
 from safetensors.torch import load_file
 
-from opentinker.services.trainer.tinker import command_intake, model_files, model_runner
+from opentinker.services.trainer.tinker import command_intake, model_files, model_runner, sampler_files
 from opentinker.shared.messaging.subjects import ANSWERED, COMMAND, METRIC
 from opentinker.shared.types.core import JobState
 from opentinker.shared.types.errors import Fenced
@@ -32,6 +33,7 @@ from opentinker.shared.types.tinker import (
     Saved,
     Skip,
     Stepped,
+    TinkerSession,
     Unload,
     tinker_place,
 )
@@ -224,13 +226,47 @@ async def test_weights_for_a_sampler_have_a_directory_and_a_record(server: Serve
     newer = await server.records.sampler("acme", "s:sampler:1")
     new = root / "s:sampler:1@2"
     assert newer.follows and newer.directory == str(new)
-    now = new.stat().st_mtime
-    assert model_files.remove_samplers(root, now=now + model_files.SAMPLER_KEPT_S - 1) == []
-    assert model_files.remove_samplers(root, now=now + model_files.SAMPLER_KEPT_S) == [old.name]
-    assert new.exists()
+    assert (await server.records.newest_of(newer)).directory == str(new)
+
+
+async def test_replaced_files_of_samplers_stay_while_their_clients_live_and_an_hour_longer(server: Server) -> None:
+    client = Client(server, "s:train:0")
+    await client.create()
+    root = tinker_place(server.data_dir, client.model) / "samplers"
+    await server.records.open_session(TinkerSession(id="s", tenant="acme", created=1.0))
+    for number in range(4):
+        await client.call(Save(kind="sampler_weights", sampler=f"s:sampler:{number}", follows=number == 2))
+    other = await server.records.sampler("acme", "s:sampler:1")
+    await server.records.add_sampler(msgspec.structs.replace(other, session="dead"))
+
+    async def left(past_s: float = sampler_files.KEPT_S + 60) -> list[str]:
+        for path in root.iterdir():
+            os.utime(path, (time.time() - past_s,) * 2)
+        await server.job._tidy()
+        return sorted(path.name for path in root.iterdir())
+
+    assert len(await left(sampler_files.KEPT_S - 60)) == 4
+    assert await left() == ["s:sampler:0@1", "s:sampler:3@4"], "those of a dead client and of a follower went"
     await client.call(Unload())
+    assert len(await left()) == 2
+    await server.records.finish("s", "{}")
     await server.job._tidy()
-    assert not new.exists()
+    assert len(list(root.iterdir())) == 2, "their client lived a moment ago"
+    assert await left() == [] and await server.records.samplers_of(client.model) == []
+
+
+async def test_the_most_recently_used_samplers_of_a_model_keep_their_files(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampler_files, "MOST_KEPT", 2)
+    await server.records.open_session(TinkerSession(id="s", tenant="acme", created=1.0))
+    client = Client(server, "s:train:0")
+    await client.create()
+    for number in range(3):
+        await client.call(Save(kind="sampler_weights", sampler=f"s:sampler:{number}"))
+    first, _, third = [await server.records.sampler("acme", f"s:sampler:{number}") for number in range(3)]
+    await server.records.used_sampler(first)
+    assert await sampler_files.kept_for_clients(server.records, client.model) == {first.directory, third.directory}
 
 
 async def test_an_unloaded_model_refuses_later_commands_and_its_checkpoints_stay(server: Server) -> None:

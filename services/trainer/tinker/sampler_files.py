@@ -1,0 +1,57 @@
+"""Files of sampler weights of a model that newer ones have replaced: which are kept, and the removal of the others.
+
+samplers/SAMPLER@SEQ/        weights without a name
+sampler_weights/NAME@SEQ/    with a name, which may be saved again; external_weights likewise
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Set
+from contextlib import suppress
+from pathlib import Path
+
+from opentinker.shared.state.tinker import TinkerStore
+
+KEPT_S = 3600.0
+"""Files stay for this time after they were last the newest, or last belonged to a client that sends heartbeats."""
+MOST_KEPT = 64
+"""Samplers of a model that keep replaced files, the most recently used ones: a loop may make one in each step."""
+
+
+async def kept_for_clients(records: TinkerStore, model: str) -> set[str]:
+    """Return the directories of the model's samplers whose clients send heartbeats."""
+    kept, left, alive = dict[str, None](), [], dict[str, bool]()
+    for sampler in await records.samplers_of(model):
+        if sampler.session not in alive:
+            alive[sampler.session] = await records.is_alive(sampler.session)
+        if alive[sampler.session]:
+            kept[sampler.directory] = None
+        else:
+            left.append(sampler.id)
+    await records.forget_use(model, left)
+    return set(list(kept)[:MOST_KEPT])
+
+
+def remove_replaced(root: Path, *, newest: Set[str], kept: Set[str], now: float) -> list[str]:
+    """Remove directories in `root` that for KEPT_S were neither among `newest`, by name, nor among `kept`, by path.
+    Returns their names. Raises OSError."""
+    gone = []
+    for path in sorted(root.iterdir()) if root.exists() else []:
+        if path.name.startswith("."):
+            continue
+        with suppress(FileNotFoundError):  # the checkpoint was deleted meanwhile
+            if path.name in newest or str(path) in kept:
+                os.utime(path, (now, now))
+            elif now - path.stat().st_mtime >= KEPT_S:
+                gone.append(path.name)
+                shutil.rmtree(path, ignore_errors=True)
+    return gone
+
+
+def newest_of(root: Path) -> set[str]:
+    """Return the name of the directory SAMPLER@SEQ with the highest number."""
+    numbers = {path.name: path.name.rpartition("@")[2] for path in root.iterdir()} if root.exists() else {}
+    names = [name for name, number in numbers.items() if number.isdecimal()]
+    return {max(names, key=lambda name: int(numbers[name]))} if names else set()
