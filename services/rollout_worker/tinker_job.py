@@ -15,6 +15,7 @@ from contextlib import AsyncExitStack
 from itertools import count
 
 import structlog
+from redis.exceptions import ResponseError
 
 from opentinker.services.rollout_worker.adapter_cache import AdapterCache
 from opentinker.services.rollout_worker.adapter_files import AdapterGone, AdapterRefused
@@ -174,7 +175,12 @@ class TinkerJob:
             log.info("sample_failed", category=result.category, error=result.error)
         else:
             self.meter.counts["serving/answers"] += 1
-        await self.store.answer(Answer(request=id, result=result))
+        try:
+            await self.store.answer(Answer(request=id, result=result))
+        except ResponseError as error:
+            log.exception("answer_not_kept")
+            result = _fault(f"Redis does not take the answer ({error}); ask for fewer samples at a time")
+            await self.store.answer(Answer(request=id, result=result))
         await self.bus.emit(ANSWERED, Answered(request=id), job=self.lease.job)
 
     async def _result(self, request: SampleRequest) -> Sampled | Failed:
@@ -208,7 +214,7 @@ class TinkerJob:
             drawn = [self._draw(request, prompt, index, adapter) for index in range(request.count)]
             completions = await gather_all(drawn)
         self.meter.counts["serving/prompt_tokens"] += len(prompt)
-        return sampled_of(request, completions)
+        return await asyncio.to_thread(sampled_of, request, completions)
 
     async def _draw(self, request: SampleRequest, prompt: list[int], index: int, adapter: str) -> Completion:
         sampling = sampling_of(request, index, self.engine.context_length - len(prompt), adapter)

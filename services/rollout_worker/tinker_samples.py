@@ -10,7 +10,7 @@ import numpy as np
 from opentinker.services.rollout_worker.engines.base import MAX_LIKELY, Completion, Sampling
 from opentinker.services.rollout_worker.engines.base import Likely as LikelyHere
 from opentinker.shared.types.core import StopReason
-from opentinker.shared.types.tinker import Likely, Sampled, SampleRequest, SampleSequence
+from opentinker.shared.types.tinker import Likely, Sampled, SampleRequest, SampleSequence, too_many_cells
 
 MAX_COUNT = 1024
 MAX_TEMPERATURE = 2.0
@@ -66,8 +66,15 @@ def problem_of(
             "the simulated engine (rollout.engine = 'toy') has neither stop strings nor likeliest tokens: leave them "
             "out",
         ),
+        (bool(large := too_many_cells(request, _most_tokens(request, context_length - len(prompt)))), large),
     ]
     return next((problem for bad, problem in checks if bad), "")
+
+
+def _most_tokens(request: SampleRequest, room: int) -> int:
+    """Return how many tokens a sample may have."""
+    asked = request.params.max_tokens
+    return max(0, room if asked is None else min(asked, room))
 
 
 def sampling_of(request: SampleRequest, index: int, room: int, adapter: str) -> Sampling:
@@ -78,7 +85,7 @@ def sampling_of(request: SampleRequest, index: int, room: int, adapter: str) -> 
         temperature=params.temperature,
         top_p=params.top_p,
         top_k=max(0, params.top_k),
-        max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+        max_tokens=_most_tokens(request, room),
         stop=params.stop or [],
         stop_ids=params.stop_ids if params.stop is None else params.stop_ids or [],
         stop_in_special=True,
@@ -113,11 +120,9 @@ def _sequence(completion: Completion, likely: int) -> SampleSequence:
 
 
 def _likely(rows: Sequence[LikelyHere], k: int) -> Likely:
-    ids, logprobs = np.zeros((len(rows), k), "<i4"), np.full((len(rows), k), NO_LOGPROB, "<f4")
-    for place, row in enumerate(rows):
-        for rank, (id, logprob) in enumerate(row[:k]):
-            ids[place, rank], logprobs[place, rank] = id, logprob
-    return Likely(ids=ids.tobytes(), logprobs=logprobs.tobytes(), k=k, length=len(rows))
+    padding = [(0, NO_LOGPROB)] * k
+    cells = np.array([cell for row in rows for cell in [*row, *padding][:k]], [("id", "<i4"), ("logprob", "<f4")])
+    return Likely(ids=cells["id"].tobytes(), logprobs=cells["logprob"].tobytes(), k=k, length=len(rows))
 
 
 def _floats(values: Sequence[float]) -> bytes:

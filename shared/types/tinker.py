@@ -197,6 +197,24 @@ class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Likewise of each sample."""
 
 
+MAX_CELLS = 4_000_000
+"""Of the arrays of an answer to a request for samples."""
+
+
+def too_many_cells(request: SampleRequest, max_tokens: int) -> str:
+    """Return that the arrays of the answer may be too large, and what to do; empty if they are not. `max_tokens`: that
+    a sample may have."""
+    drawn = request.count * max_tokens * (1 + request.likely)
+    cells = drawn + len(request.prompt) // 4 * request.likely_prompt
+    if cells <= MAX_CELLS:
+        return ""
+    return (
+        f"the answer may have {cells} values, num_samples x max_tokens x (1 + topk_sample_logprobs) and "
+        f"topk_prompt_logprobs of each token of the prompt, and {MAX_CELLS} are the most: ask for fewer samples at a "
+        "time, set a lower max_tokens, or ask for fewer of the likeliest tokens"
+    )
+
+
 class Likely(msgspec.Struct, frozen=True, kw_only=True):
     """The `k` likeliest tokens at each of `length` places, likeliest first; cells without one have token 0 and logprob
     -99999."""

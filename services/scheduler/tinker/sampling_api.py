@@ -16,7 +16,7 @@ from aiohttp import web
 from opentinker.services.scheduler.http.auth import tenant_of
 from opentinker.services.scheduler.http.errors import json_response
 from opentinker.services.scheduler.http.route_decorator import Route
-from opentinker.services.scheduler.tinker.access import Access, base_of, shown_base
+from opentinker.services.scheduler.tinker.access import Access, base_of, context_of, shown_base
 from opentinker.services.scheduler.tinker.bodies import (
     MAX_SEQ,
     MIDDLE,
@@ -33,7 +33,7 @@ from opentinker.shared.messaging.subjects import SAMPLE
 from opentinker.shared.security.authorization import Action
 from opentinker.shared.types import codec
 from opentinker.shared.types.errors import Conflict, NotFound, SpecError
-from opentinker.shared.types.tinker import Answer, Failed, SampleParams, Sampler, SampleRequest
+from opentinker.shared.types.tinker import Answer, Failed, SampleParams, Sampler, SampleRequest, too_many_cells
 
 JSON = "application/json"
 MAX_SAMPLES, MAX_LIKELY, MAX_STOPS = 256, 20, 64
@@ -98,6 +98,7 @@ class SamplingApi:
         job = await self._access.server(sampler.job)
         await self._access.refuse_spent(request, job)
         asked = sample_of(body, f"{sampler.id}#{seq}", tenant_of(request))
+        _refuse_large(asked, context_of(job))
         state = await self._store.ask_sample(asked.request, hashlib.sha256(codec.encode(asked)).hexdigest()[:24])
         if state != "known" or await self._store.answered(asked.request) is None:
             await self._publish(asked, sampler, again=state == "again")
@@ -159,6 +160,14 @@ def _prompt(body: SampleBody) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     if prompt.min() < 0 or prompt.max() >= 2**31:
         raise SpecError.of("prompt", None, "must be token ids, whole numbers from 0")
     return prompt
+
+
+def _refuse_large(asked: SampleRequest, context: int | None) -> None:
+    """Raise SpecError for an answer that may be too large, as far as it is known without the base's own context."""
+    room = None if context is None else max(1, context - len(asked.prompt) // 4)
+    lengths = [length for length in (asked.params.max_tokens, room) if length is not None]
+    if problem := too_many_cells(asked, min(lengths, default=1)):
+        raise SpecError.of("num_samples", asked.count, problem)
 
 
 def _refuse_unsupported(body: SampleBody) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import structlog
+from redis.exceptions import ResponseError
 
 from opentinker.services.rollout_worker.engines.base import Completion, EngineLost
 from opentinker.services.rollout_worker.engines.toy import ToyEngine
@@ -28,7 +29,7 @@ from opentinker.shared.state.store import Store
 from opentinker.shared.state.tinker import TinkerStore
 from opentinker.shared.types.core import Lease, Pool, WeightVersion
 from opentinker.shared.types.telemetry import MetricPoint
-from opentinker.shared.types.tinker import Answered, Failed, Sampled, SampleParams, SampleRequest
+from opentinker.shared.types.tinker import Answer, Answered, Failed, Sampled, SampleParams, SampleRequest
 from tests.conftest import soon, until
 from tests.support.adapters import write_adapter
 from tests.support.factories import not_called
@@ -192,6 +193,23 @@ async def test_failures_name_their_cause_and_leave_the_job_serving(bench: Bench,
         assert (await bench.sampled(await bench.ask("5"))).sequences
         await until(bench.waiting, lambda found: found == 0)
         assert job.meter.counts["serving/refused"] == 6 and job.meter.counts["serving/answers"] == 1
+
+
+async def test_an_answer_that_redis_does_not_take_fails_and_the_job_serves(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep = TinkerStore.answer
+
+    async def limited(store: TinkerStore, answer: Answer) -> bool:
+        if isinstance(answer.result, Sampled) and len(answer.result.sequences) > 2:
+            raise ResponseError("Protocol error: invalid bulk length")
+        return await keep(store, answer)
+
+    monkeypatch.setattr(TinkerStore, "answer", limited)
+    async with bench.serving(Gated()):
+        failed = await bench.failed(await bench.ask("1", count=3))
+        assert failed.category == "server" and "fewer samples" in failed.error
+        assert (await bench.sampled(await bench.ask("2"))).sequences
 
 
 async def test_no_more_samples_than_allowed_are_in_the_engine(bench: Bench) -> None:

@@ -92,6 +92,10 @@ async def test_what_ends_a_sample(
         ({"seq_id": "x"}, "Expected"),
         ({"sampling_session_id": None}, "sampling client"),
         ({"topk_sample_logprobs": 21}, "0 to 20"),
+        (
+            {"num_samples": 256, "topk_sample_logprobs": 20, "sampling_params": {"max_tokens": 1000}},
+            "fewer samples at a time",
+        ),
     ],
 )
 async def test_a_request_that_cannot_be_served_is_refused(user: Client, change: dict[str, Any], said: str) -> None:

@@ -68,6 +68,15 @@ def test_a_request_at_every_limit_is_taken() -> None:
     assert problem(asked(prompt_logprobs=True, stop_ids=[]), simulated=True) == ""
 
 
+def test_a_request_with_too_large_an_answer_is_refused() -> None:
+    def found(**fields: Any) -> str:
+        request = asked([1] * 10, **fields)
+        return problem_of(request, prompt_of(request), context_length=10_010, vocab_size=32, simulated=False)
+
+    assert found(count=400) == "" and "4010000 values" in found(count=401) and "max_tokens" in found(count=401)
+    assert found(count=401, max_tokens=9_000) == "" and "8000000 values" in found(count=400, likely=1)
+
+
 def test_stops_are_those_of_the_request_alone() -> None:
     def stops(**fields: Any) -> tuple[list[str], list[int] | None]:
         sampling = sampling_of(asked(**fields), 0, 5, "")
