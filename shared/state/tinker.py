@@ -32,6 +32,8 @@ import time
 from collections.abc import Sequence
 from typing import Any, Literal, TypeVar
 
+import msgspec
+
 from opentinker.shared.state.redis_script import Script
 from opentinker.shared.types import codec
 from opentinker.shared.types.errors import Conflict, NotFound, OpenTinkerError
@@ -85,6 +87,24 @@ redis.call('ZREM', KEYS[2], ARGV[3])
 return kept and 1 or 0
 """
 
+# KEYS checkpoints, expiring, checkpointed. ARGV: KIND/NAME, stored text, new text (empty: none), path, expires or 0
+_CHANGE = """
+if redis.call('HGET', KEYS[1], ARGV[1]) ~= ARGV[2] then return 0 end
+if ARGV[3] ~= '' then redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
+else redis.call('HDEL', KEYS[1], ARGV[1]) redis.call('ZREM', KEYS[3], ARGV[4]) end
+if tonumber(ARGV[5]) > 0 then redis.call('ZADD', KEYS[2], ARGV[5], ARGV[4])
+else redis.call('ZREM', KEYS[2], ARGV[4]) end
+return 1
+"""
+
+# KEYS tokens. ARGV: tokens, limit
+_TAKE = """
+if tonumber(redis.call('GET', KEYS[1]) or 0) >= tonumber(ARGV[2]) then return 0 end
+redis.call('INCRBY', KEYS[1], ARGV[1])
+redis.call('EXPIRE', KEYS[1], 120)
+return 1
+"""
+
 
 class TooManyWaiting(OpenTinkerError):
     """A model has as many commands without an answer as it may."""
@@ -94,6 +114,7 @@ class TinkerStore:
     def __init__(self, redis: Any) -> None:
         self._redis = redis
         self._ask, self._answer = Script(redis, _ASK), Script(redis, _ANSWER)
+        self._change, self._take = Script(redis, _CHANGE), Script(redis, _TAKE)
 
     # --- sessions -----------------------------------------------------------------------------------------------
 
@@ -269,12 +290,26 @@ class TinkerStore:
         """Return the paths of the tenant's checkpoints, newest first."""
         return list(await self._redis.zrange(f"tinker:checkpointed:{tenant}", 0, -1, desc=True))
 
-    async def remove_checkpoint(self, checkpoint: TinkerCheckpoint) -> None:
-        async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.hdel(f"tinker:checkpoints:{checkpoint.model}", f"{checkpoint.kind}/{checkpoint.name}")
-            pipe.zrem(f"tinker:checkpointed:{checkpoint.tenant}", checkpoint.path)
-            pipe.zrem("tinker:expiring", checkpoint.path)
-            await pipe.execute()
+    async def remove_checkpoint(self, checkpoint: TinkerCheckpoint) -> bool:
+        """Return False, and change nothing, if its record is another one by now."""
+        text = await self._redis.hget(f"tinker:checkpoints:{checkpoint.model}", f"{checkpoint.kind}/{checkpoint.name}")
+        if not text or codec.from_json(TinkerCheckpoint, text) != checkpoint:
+            return False
+        return await self._replace(checkpoint, text, "", 0.0)
+
+    async def change_checkpoint(self, checkpoint: TinkerCheckpoint, **changes: object) -> None:
+        """Change fields of a record, as it is by now: others may change it at the same time. Raises NotFound."""
+        field = f"{checkpoint.kind}/{checkpoint.name}"
+        while text := await self._redis.hget(f"tinker:checkpoints:{checkpoint.model}", field):
+            changed = msgspec.structs.replace(codec.from_json(TinkerCheckpoint, text), **changes)
+            if await self._replace(checkpoint, text, codec.to_json(changed).decode(), changed.expires):
+                return
+        raise NotFound(f"checkpoint {checkpoint.path} does not exist")
+
+    async def _replace(self, checkpoint: TinkerCheckpoint, text: str, by: str, expires: float) -> bool:
+        keys = (f"checkpoints:{checkpoint.model}", "expiring", f"checkpointed:{checkpoint.tenant}")
+        args = (f"{checkpoint.kind}/{checkpoint.name}", text, by, checkpoint.path, str(expires))
+        return bool(await self._change(keys=[f"tinker:{key}" for key in keys], args=args))
 
     # --- answers ------------------------------------------------------------------------------------------------
 
@@ -337,6 +372,11 @@ class TinkerStore:
     async def tokens(self, job: str, tenant: str, minute: int) -> int:
         """Return how many tokens the tenant's requests to a job had in this minute."""
         return int(await self._redis.get(f"tinker:tokens:{job}:{tenant}:{minute}") or 0)
+
+    async def take(self, job: str, tenant: str, minute: int, tokens: int, limit: int) -> bool:
+        """Count the tokens of a request; return False, and count nothing, if the limit is reached already."""
+        key = f"tinker:tokens:{job}:{tenant}:{minute}"
+        return bool(await self._take(keys=[key], args=[str(tokens), str(limit)]))
 
     async def spend(self, job: str, tenant: str, minute: int, tokens: int) -> None:
         key = f"tinker:tokens:{job}:{tenant}:{minute}"

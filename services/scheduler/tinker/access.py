@@ -5,13 +5,15 @@ checkpoints. What is another tenant's looks like what does not exist.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import shutil
 import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePath
 
-import msgspec
 from aiohttp import web
 
 from opentinker.services.scheduler.http.auth import tenant_of
@@ -41,6 +43,11 @@ ID = re.compile(r"s-[0-9a-f]{20}(:(train|sampler):[0-9]{1,16})?")
 PATH = re.compile(
     r"tinker://([^/]{1,100})/(weights|sampler_weights|external_weights)/([A-Za-z0-9][A-Za-z0-9._-]{0,127})"
 )
+
+
+@dataclass
+class Taken:
+    kept: bool = False
 
 
 class Access:
@@ -87,11 +94,19 @@ class Access:
         """Return the job, as it was within the last second."""
         return await self._jobs.get(id, partial(self.ctx.store.job, id))
 
-    async def refuse_spent(self, request: web.Request, job: JobRecord) -> None:
-        """Raises TooMany while the tenant has used its tokens of this minute."""
-        limit, tenant, now = settings_of(job).tokens_per_minute, tenant_of(request), time.time()
-        if limit is not None and await self.store.tokens(job.id, tenant, int(now // 60)) >= limit:
+    @contextlib.asynccontextmanager
+    async def tokens(self, tenant: str, job: JobRecord, count: int) -> AsyncIterator[Taken]:
+        """Count the tokens of a request, before it is sent: of requests at the same time, too, none is admitted once
+        the limit is reached. They are given back if `Taken.kept` is not set. Raises TooMany."""
+        limit, now, taken = settings_of(job).tokens_per_minute, time.time(), Taken()
+        minute = int(now // 60)
+        if limit is not None and not await self.store.take(job.id, tenant, minute, count, limit):
             raise TooMany(f"tokens: {limit} a minute of tenant {tenant} on {job.id}", 60 - now % 60)
+        try:
+            yield taken
+        finally:
+            if limit is not None and count and not taken.kept:
+                await self.store.spend(job.id, tenant, minute, -count)
 
     async def spend(self, tenant: str, job: JobRecord, tokens: int) -> None:
         if settings_of(job).tokens_per_minute is not None:
@@ -136,10 +151,13 @@ class Access:
     def directory(self, checkpoint: TinkerCheckpoint) -> Path:
         return tinker_place(self.ctx.settings.data_dir, checkpoint.model) / checkpoint.kind / checkpoint.name
 
-    async def remove(self, checkpoint: TinkerCheckpoint) -> None:
-        """Forget a checkpoint, then delete its files."""
-        await self.store.remove_checkpoint(checkpoint)
+    async def remove(self, checkpoint: TinkerCheckpoint) -> bool:
+        """Forget a checkpoint, then delete its files. Return False, and do nothing, if it has changed since it was
+        read: it may have been saved again under its name."""
+        if not await self.store.remove_checkpoint(checkpoint):
+            return False
         await asyncio.to_thread(shutil.rmtree, self.directory(checkpoint), ignore_errors=True)
+        return True
 
 
 def _known(kind: str, id: str) -> str:
@@ -167,7 +185,3 @@ def context_of(job: JobRecord) -> int | None:
     """Tokens of a sequence, prompt and sample together; None: the base's own limit."""
     length = job.spec["rollout"].get("context_length")
     return None if length is None else int(length)
-
-
-def renewed(checkpoint: TinkerCheckpoint, **changes: object) -> TinkerCheckpoint:
-    return msgspec.structs.replace(checkpoint, **changes)

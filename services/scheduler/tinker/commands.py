@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
-from aiohttp import web
 
 from opentinker.services.scheduler.http.errors import TooMany
 from opentinker.services.scheduler.tinker.access import Access
@@ -53,22 +52,25 @@ class Commands:
     def __init__(self, access: Access) -> None:
         self._access, self._bus = access, access.ctx.bus
 
-    async def send(self, request: web.Request, model: TinkerModel, seq: int, body: Body) -> dict[str, Any]:
+    async def send(self, model: TinkerModel, seq: int, body: Body) -> dict[str, Any]:
         """Send a command, if it is not sent yet, and return the promise of its answer.
 
         Raises Conflict for another body under a used number, TooMany, HTTPGone once the server has ended."""
         job = await self._access.server(model.job)
-        if isinstance(body, ForwardBackward):
-            await self._access.refuse_spent(request, job)
         command = Command(request=f"{model.id}#{seq}", model=model.id, tenant=model.tenant, seq=seq, body=body)
         size, limit = len(COMMAND.encode(command)), self._bus.nc.max_payload - OVERHEAD
         if size > limit:
             error = f"the request has {size} bytes, and may have {limit}; send fewer or shorter data in one request"
             command = msgspec.structs.replace(command, body=Skip(error=error))
-        await self._publish(job, command)
+        if not isinstance(command.body, ForwardBackward):
+            await self._publish(job, command)
+        else:
+            async with self._access.tokens(model.tenant, job, tokens_in(command.body)) as taken:
+                taken.kept = await self._publish(job, command)
         return {"request_id": command.request, "model_id": model.id}
 
-    async def _publish(self, job: JobRecord, command: Command) -> None:
+    async def _publish(self, job: JobRecord, command: Command) -> bool:
+        """Return whether it is new."""
         store, digest = self._access.store, _digest(command.body)
         try:
             new = await store.ask(command.model, command.seq, digest)
@@ -77,8 +79,7 @@ class Commands:
         async with asyncio.timeout(PUBLISH_S):
             await self._bus.publish(COMMAND, command, msg_id=command.request, job=job.id)
         await store.used_model(command.model)
-        if new and isinstance(command.body, ForwardBackward):
-            await self._access.spend(command.tenant, job, tokens_in(command.body))
+        return new
 
 
 def _digest(body: Body) -> str:

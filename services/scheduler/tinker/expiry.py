@@ -23,8 +23,8 @@ async def expire(access: Access) -> None:
     while True:
         try:
             for checkpoint in await access.store.expired(time.time()):
-                await access.remove(checkpoint)
-                log.info("checkpoint_expired", checkpoint=checkpoint.path)
+                if await access.remove(checkpoint):
+                    log.info("checkpoint_expired", checkpoint=checkpoint.path)
         except (RedisError, OSError, TimeoutError) as error:  # the next round does it
             log.warning("checkpoints_unavailable", error=str(error) or type(error).__name__)
         await sleep(ROUND_S)

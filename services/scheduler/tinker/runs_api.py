@@ -10,7 +10,7 @@ from aiohttp import web
 from opentinker.services.scheduler.http.auth import tenant_of
 from opentinker.services.scheduler.http.errors import json_response
 from opentinker.services.scheduler.http.route_decorator import Route
-from opentinker.services.scheduler.tinker.access import Access, renewed, shown_base
+from opentinker.services.scheduler.tinker.access import Access, shown_base
 from opentinker.services.scheduler.tinker.bodies import PathBody, TtlBody, finite, read_body
 from opentinker.services.scheduler.tinker.sessions_api import LIMIT, OFFSET, SCOPE, when
 from opentinker.services.scheduler.tinker.training_api import YEARS_S
@@ -98,7 +98,8 @@ class RunsApi:
     @Route("DELETE", CHECKPOINT, Action.CHECKPOINTS_WRITE)
     async def delete(self, request: web.Request) -> web.Response:
         """Delete a checkpoint (Tinker)."""
-        await self._access.remove(await self._access.own_checkpoint(request))
+        while not await self._access.remove(await self._access.own_checkpoint(request)):
+            pass  # it has changed meanwhile: it is read again
         return json_response({})
 
     @Route("PUT", f"{CHECKPOINT}/ttl", Action.CHECKPOINTS_WRITE, takes=JSON)
@@ -107,19 +108,19 @@ class RunsApi:
         found = await self._access.own_checkpoint(request)
         seconds = (await read_body(request, TtlBody)).ttl_seconds
         expires = 0.0 if seconds is None else time.time() + finite("ttl_seconds", seconds, 0.0, YEARS_S)
-        await self._store.add_checkpoint(renewed(found, expires=expires))
+        await self._store.change_checkpoint(found, expires=expires)
         return json_response({})
 
     @Route("POST", f"{CHECKPOINT}/publish", Action.CHECKPOINTS_WRITE)
     async def publish(self, request: web.Request) -> web.Response:
         """Let every tenant load, sample and download a checkpoint (Tinker)."""
-        await self._store.add_checkpoint(renewed(await self._access.own_checkpoint(request), public=True))
+        await self._store.change_checkpoint(await self._access.own_checkpoint(request), public=True)
         return json_response({})
 
     @Route("DELETE", f"{CHECKPOINT}/publish", Action.CHECKPOINTS_WRITE)
     async def unpublish(self, request: web.Request) -> web.Response:
         """Keep a checkpoint to its tenant again (Tinker)."""
-        await self._store.add_checkpoint(renewed(await self._access.own_checkpoint(request), public=False))
+        await self._store.change_checkpoint(await self._access.own_checkpoint(request), public=False)
         return json_response({})
 
 

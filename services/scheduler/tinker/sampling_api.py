@@ -96,14 +96,14 @@ class SamplingApi:
         sampler = await self._access.sampler(request, body.sampling_session_id)
         seq = seq_of("seq_id", body.seq_id)
         job = await self._access.server(sampler.job)
-        await self._access.refuse_spent(request, job)
         asked = sample_of(body, f"{sampler.id}#{seq}", tenant_of(request))
         _refuse_large(asked, context_of(job))
-        state = await self._store.ask_sample(asked.request, hashlib.sha256(codec.encode(asked)).hexdigest()[:24])
+        async with self._access.tokens(sampler.tenant, job, len(asked.prompt) // 4) as taken:
+            digest = hashlib.sha256(codec.encode(asked)).hexdigest()[:24]
+            state = await self._store.ask_sample(asked.request, digest)
+            taken.kept = state == "new"  # the tokens of one that was lost are counted already
         if state != "known" or await self._store.answered(asked.request) is None:
             await self._publish(asked, sampler, again=state == "again")
-        if state != "known":
-            await self._access.spend(sampler.tenant, job, len(asked.prompt) // 4)
         ids = [f"{asked.request}:{number}" for number in range(asked.count)]
         return json_response({"request_id": asked.request, "sample_sequence_ids": ids})
 

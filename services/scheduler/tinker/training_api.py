@@ -165,7 +165,7 @@ class TrainingApi:
             known = await self._access.model(request, model.id)
             model = msgspec.structs.replace(model, job=known.job)
         await self._access.store.add_model(model)
-        return await self._commands.send(request, model, 0, create)
+        return await self._commands.send(model, 0, create)
 
     @Route("POST", "/api/v1/get_info", Action.JOBS_READ, takes=JSON)
     async def get_info(self, request: web.Request) -> web.Response:
@@ -261,7 +261,7 @@ class TrainingApi:
             body: Body = Skip(error=given.error)
         else:
             body = await or_skip(partial(make, given, model, seq))
-        return json_response(await self._commands.send(request, model, seq, body))
+        return json_response(await self._commands.send(model, seq, body))
 
 
 def step_of(adam: AdamBody) -> OptimStep:

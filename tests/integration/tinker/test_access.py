@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import tarfile
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
+import msgspec
 import orjson
 import pytest
 
@@ -19,7 +22,7 @@ from opentinker.shared.runtime.service import Context
 from opentinker.shared.security.audit_log import folder, writers
 from opentinker.shared.security.authorization import Role
 from opentinker.shared.types.core import JobState
-from opentinker.shared.types.tinker import TinkerCheckpoint
+from opentinker.shared.types.tinker import Failed, TinkerCheckpoint
 from tests.conftest import NewContext, until
 from tests.integration.tinker.site import BASE, Client, FakeWorkers, checkpoint_of, passes, start_server
 from tests.support.api import Http, new_key_of
@@ -252,3 +255,56 @@ async def test_a_server_without_keys_takes_any(new_context: NewContext) -> None:
         FakeWorkers(ctx, await start_server(ctx)).work(),
     ):
         assert await Client(Http(session, url), "whatever").model()
+
+
+async def test_changes_of_a_checkpoint_at_the_same_time_are_all_kept(
+    user: Client, workers: FakeWorkers, saved: TinkerCheckpoint
+) -> None:
+    path = f"training_runs/{saved.model}/checkpoints/weights/first"
+    for _ in range(10):
+        await workers.store.add_checkpoint(saved)
+        calls = (("PUT", f"{path}/ttl", {"ttl_seconds": 3600}), ("POST", f"{path}/publish", None))
+        assert [status for status, _ in await asyncio.gather(*(user.send(*call) for call in calls))] == [200, 200]
+        found = await workers.store.checkpoint("default", saved.model, "weights", "first")
+        assert found.public and found.expires > time.time()
+
+
+async def test_a_checkpoint_that_was_saved_again_or_kept_longer_does_not_expire(
+    user: Client, workers: FakeWorkers, ctx: Context, saved: TinkerCheckpoint
+) -> None:
+    store, access = workers.store, Access(ctx)
+    changes: list[dict[str, Any]] = [{"created": time.time() + 1, "seq": 5}, {"expires": time.time() + 3600}]
+    for change in changes:
+        await store.add_checkpoint(msgspec.structs.replace(saved, expires=time.time() - 1))
+        (old,) = await store.expired(time.time())
+        await store.add_checkpoint(msgspec.structs.replace(saved, **change))
+        assert not await access.remove(old)
+        assert access.directory(saved).is_dir()
+        assert (await store.checkpoint("default", saved.model, "weights", "first")).seq == change.get("seq", -1)
+    await store.add_checkpoint(expired := msgspec.structs.replace(saved, expires=time.time() - 1))
+    assert await access.remove(expired) and not access.directory(saved).exists()
+    assert await store.expired(time.time()) == []
+
+
+async def test_tokens_are_counted_before_a_request_is_sent_and_once(
+    user: Client, ctx: Context, workers: FakeWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time()
+    monkeypatch.setattr("opentinker.services.scheduler.tinker.access.time", SimpleNamespace(time=lambda: now))
+    job, minute = await start_server(ctx, tokens_per_minute=1000), int(now // 60)
+    async with FakeWorkers(ctx, job).work() as bounded:
+        store, session = bounded.store, await user.session()
+        made = await user.ok("create_sampling_session", session_id=session, base_model=job)
+        prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
+        body = {"sampling_session_id": made["sampling_session_id"], "prompt": prompt}
+        bounded.answers = False
+        first = await user.ok("asample", **body, seq_id=0)
+        await bounded.say(first["request_id"], Failed(error="its worker has left", lost=True))
+        for _ in range(2):
+            await user.ok("asample", **body, seq_id=0)
+        assert await store.tokens(job, "default", minute) == 3
+        await store.spend(job, "default", minute, 994)
+        calls = (user.post("asample", **body, seq_id=seq) for seq in range(1, 9))
+        statuses = sorted([status for status, _ in await asyncio.gather(*calls)])
+        assert statuses == [200] + [429] * 7
+        assert await store.tokens(job, "default", minute) == 1000
