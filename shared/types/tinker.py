@@ -288,7 +288,7 @@ class TinkerModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TinkerCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """A named save. Its files lie in `tinker_place(data_dir, model)/KIND/NAME`."""
+    """A named save. Its files lie in `tinker_place(data_dir, model)/KIND/PLACE`."""
 
     model: str
     tenant: str
@@ -302,8 +302,15 @@ class TinkerCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
     expires: float = 0.0
     seq: int = -1
     """Number of the command that saved it."""
+    place_name: str = ""
+    """NAME@SEQ for sampler weights: samplers of earlier ones with this name keep theirs. Empty: the name."""
     public: bool = False
     metadata: dict[str, str] = {}
+
+    @property
+    def place(self) -> str:
+        """Name of the directory."""
+        return self.place_name or self.name
 
     @property
     def path(self) -> str:

@@ -149,7 +149,7 @@ class Access:
         return found
 
     def directory(self, checkpoint: TinkerCheckpoint) -> Path:
-        return tinker_place(self.ctx.settings.data_dir, checkpoint.model) / checkpoint.kind / checkpoint.name
+        return tinker_place(self.ctx.settings.data_dir, checkpoint.model) / checkpoint.kind / checkpoint.place
 
     async def remove(self, checkpoint: TinkerCheckpoint) -> bool:
         """Forget a checkpoint, then delete its files. Return False, and do nothing, if it has changed since it was

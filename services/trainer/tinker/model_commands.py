@@ -195,14 +195,15 @@ class ModelCommands:
         made = TinkerCheckpoint(
             model=self.model, tenant=self.tenant, kind=body.kind, name=body.name, base=shared.spec.model.base,
             lora=self.lora, created=now, size=0, step=adapter.steps, seq=command.seq,
-            metadata=body.metadata, expires=now + body.ttl_s if body.ttl_s else 0.0,
+            place_name="" if is_whole else f"{body.name}@{command.seq}", metadata=body.metadata,
+            expires=now + body.ttl_s if body.ttl_s else 0.0,
         )  # fmt: skip
         known = [one for one in await shared.records.checkpoints(self.model) if one.path == made.path]
         if known and known[0].seq == command.seq:  # before the trainer was killed
             return Saved(path=made.path)
         if is_whole and known and not body.overwrite and not (known[0].expires and known[0].expires <= now):
             raise Refused(f"checkpoint {made.path} exists; choose another name, or save with overwrite")
-        directory = shared.place(self.model) / body.kind / body.name
+        directory = shared.place(self.model) / body.kind / made.place
         dtype = self._bank.bank.base.dtype
         size = await asyncio.to_thread(model_files.write_checkpoint, directory, adapter, dtype, optimizer=is_whole)
         await shared.records.add_checkpoint(msgspec.structs.replace(made, size=size))

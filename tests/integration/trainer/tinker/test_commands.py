@@ -29,6 +29,7 @@ from opentinker.shared.types.tinker import (
     Load,
     Loaded,
     LoraShape,
+    Sampler,
     Save,
     Saved,
     Skip,
@@ -155,7 +156,7 @@ async def test_layers_are_chosen_by_their_kind(server: Server, mlp: bool, attent
     await client.create(LoraShape(rank=2, train_mlp=mlp, train_attn=attention))
     saved = await client.call(Save(kind="sampler_weights", name="a"))
     assert saved.path == "tinker://s:train:0/sampler_weights/a"
-    directory = tinker_place(server.data_dir, client.model) / "sampler_weights" / "a"
+    directory = tinker_place(server.data_dir, client.model) / "sampler_weights" / "a@1"
     names = load_file(directory / "adapter_model.safetensors")
     assert any(".mlp." in name for name in names) == mlp and any(".self_attn." in name for name in names) == attention
     config = PeftConfig.from_pretrained(str(directory))
@@ -200,13 +201,13 @@ async def test_checkpoints_are_saved_refused_replaced_loaded_and_begun_with(serv
     small = Client(server, "s:train:4")
     await small.create(LoraShape(rank=2))
     assert "has rank 4" in (await small.call(Load(path=path, directory=str(directory)))).error
-    samplers = directory.parents[1] / "sampler_weights" / "a"
     external = Save(kind="external_weights", name="a", metadata={"for": "download"})
     assert await client.call(external) == Saved(path="tinker://s:train:0/external_weights/a")
     kept = await server.records.checkpoint("acme", client.model, "external_weights", "a")
     assert kept.metadata == {"for": "download"} and kept.size > 0
     assert isinstance(await client.call(Save(kind="sampler_weights", name="a")), Saved)
     assert isinstance(await client.call(Save(kind="sampler_weights", name="a")), Saved)  # names may be used again
+    samplers = max((directory.parents[1] / "sampler_weights").iterdir(), key=lambda path: path.stat().st_mtime_ns)
     load = Load(path=path, directory=str(samplers))
     assert isinstance(await client.call(load), Loaded)
     assert "no optimizer state" in (await client.call(msgspec.structs.replace(load, optimizer=True))).error
@@ -253,6 +254,34 @@ async def test_replaced_files_of_samplers_stay_while_their_clients_live_and_an_h
     await server.job._tidy()
     assert len(list(root.iterdir())) == 2, "their client lived a moment ago"
     assert await left() == [] and await server.records.samplers_of(client.model) == []
+
+
+async def test_sampler_weights_of_a_used_name_leave_those_of_earlier_samplers(server: Server) -> None:
+    await server.records.open_session(TinkerSession(id="s", tenant="acme", created=1.0))
+    client = Client(server, "s:train:0")
+    await client.create()
+    await client.call(Save(kind="sampler_weights", name="a"))
+    root = tinker_place(server.data_dir, client.model) / "sampler_weights"
+    (old,) = root.iterdir()
+    before = (old / "adapter_model.safetensors").read_bytes()
+    made = Sampler(id="s:sampler:0", tenant="acme", session="s", job=JOB, base="b", model=client.model, path="p")
+    await server.records.add_sampler(msgspec.structs.replace(made, directory=str(old)))
+    for body in (forward_backward(0), STEP, Save(kind="sampler_weights", name="a")):
+        await client.call(body)
+    (record,) = await server.records.checkpoints(client.model)
+    new = root / record.place
+    assert (old / "adapter_model.safetensors").read_bytes() == before
+    assert (new / "adapter_model.safetensors").read_bytes() != before
+
+    async def left() -> set[str]:
+        for path in root.iterdir():
+            os.utime(path, (1.0, 1.0))
+        await server.job._tidy()
+        return {path.name for path in root.iterdir()}
+
+    assert await left() == {old.name, new.name}
+    await server.records.finish("s", "{}")
+    assert await left() == {new.name}
 
 
 async def test_the_most_recently_used_samplers_of_a_model_keep_their_files(
