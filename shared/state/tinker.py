@@ -7,7 +7,8 @@ Redis keys:
     tinker:in:{id}              set of ids of the session's samplers
     tinker:sessions:{tenant}    sorted set of session ids by creation time
     tinker:model:{id}           hash: record (the TinkerModel as JSON), used (Unix seconds of its last command),
-                                next (lowest number that no command has had), sampler (id of the newest without a name)
+                                next (lowest number that no command has had), sampler (id of the newest without a name),
+                                sampler_seq (number of the command that saved it)
     tinker:models:{tenant}      sorted set of model ids by creation time
     tinker:models:of:{job}      set of ids of the models that the job trains
     tinker:progress:{model}     the ModelProgress as JSON
@@ -34,6 +35,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from opentinker.shared.state import tinker_scripts
 from opentinker.shared.state.redis_script import Script
 from opentinker.shared.types import codec
 from opentinker.shared.types.errors import Conflict, NotFound, OpenTinkerError
@@ -59,52 +61,6 @@ BEAT_S = 300
 MAX_WAITING = 256
 """Commands of a model without an answer."""
 
-# KEYS asked, model, open. ARGV: number, digest, MAX_WAITING. The number that all waiting commands wait for is always
-# admitted.
-_ASK = """
-local known = redis.call('HGET', KEYS[1], ARGV[1])
-if known == ARGV[2] then return 1 end
-if known then return 0 end
-local number, missing = tonumber(ARGV[1]), tonumber(redis.call('HGET', KEYS[2], 'next') or 0)
-local waiting = redis.call('ZCARD', KEYS[3])
-if waiting >= tonumber(ARGV[3]) then
-  local lowest = tonumber(redis.call('ZRANGE', KEYS[3], 0, 0)[1])
-  if number ~= missing or lowest < missing then return -1 end
-end
-redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
-redis.call('ZADD', KEYS[3], ARGV[1], ARGV[1])
-if number == missing then
-  repeat missing = missing + 1 until redis.call('HEXISTS', KEYS[1], string.format('%.0f', missing)) == 0
-  redis.call('HSET', KEYS[2], 'next', string.format('%.0f', missing))
-end
-return 2
-"""
-
-# KEYS answer, open. ARGV: answer, seconds, number
-_ANSWER = """
-local kept = redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[2], 'NX')
-redis.call('ZREM', KEYS[2], ARGV[3])
-return kept and 1 or 0
-"""
-
-# KEYS checkpoints, expiring, checkpointed. ARGV: KIND/NAME, stored text, new text (empty: none), path, expires or 0
-_CHANGE = """
-if redis.call('HGET', KEYS[1], ARGV[1]) ~= ARGV[2] then return 0 end
-if ARGV[3] ~= '' then redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
-else redis.call('HDEL', KEYS[1], ARGV[1]) redis.call('ZREM', KEYS[3], ARGV[4]) end
-if tonumber(ARGV[5]) > 0 then redis.call('ZADD', KEYS[2], ARGV[5], ARGV[4])
-else redis.call('ZREM', KEYS[2], ARGV[4]) end
-return 1
-"""
-
-# KEYS tokens. ARGV: tokens, limit
-_TAKE = """
-if tonumber(redis.call('GET', KEYS[1]) or 0) >= tonumber(ARGV[2]) then return 0 end
-redis.call('INCRBY', KEYS[1], ARGV[1])
-redis.call('EXPIRE', KEYS[1], 120)
-return 1
-"""
-
 
 class TooManyWaiting(OpenTinkerError):
     """A model has as many commands without an answer as it may."""
@@ -113,8 +69,12 @@ class TooManyWaiting(OpenTinkerError):
 class TinkerStore:
     def __init__(self, redis: Any) -> None:
         self._redis = redis
-        self._ask, self._answer = Script(redis, _ASK), Script(redis, _ANSWER)
-        self._change, self._take = Script(redis, _CHANGE), Script(redis, _TAKE)
+        self._ask, self._answer = Script(redis, tinker_scripts.ASK), Script(redis, tinker_scripts.ANSWER)
+        self._change, self._take = Script(redis, tinker_scripts.CHANGE), Script(redis, tinker_scripts.TAKE)
+        self._add_checkpoint, self._add_sampler = (
+            Script(redis, tinker_scripts.ADD_CHECKPOINT),
+            Script(redis, tinker_scripts.ADD_SAMPLER),
+        )
 
     # --- sessions -----------------------------------------------------------------------------------------------
 
@@ -214,15 +174,16 @@ class TinkerStore:
     # --- samplers and checkpoints -------------------------------------------------------------------------------
 
     async def add_sampler(self, sampler: Sampler) -> None:
-        """Save it; one with this id is replaced. One of a model's weights without a name is its newest from now on."""
-        async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.set(f"tinker:sampler:{sampler.id}", codec.to_json(sampler))
-            pipe.sadd(f"tinker:in:{sampler.session}", sampler.id)
-            if sampler.model and not sampler.path:
-                pipe.hset(f"tinker:model:{sampler.model}", "sampler", sampler.id)
-            if sampler.model and not sampler.follows:
-                pipe.zadd(f"tinker:sampling:{sampler.model}", {sampler.id: time.time()})
-            await pipe.execute()
+        """Save it; one with this id is replaced. One of a model's weights without a name is its newest from now on,
+        unless a later command has saved another."""
+        number = sampler.version.rpartition("@")[2]
+        is_newest, model = bool(sampler.model and not sampler.path), sampler.model
+        await self._add_sampler(
+            keys=[f"tinker:sampler:{sampler.id}", f"tinker:in:{sampler.session}", f"tinker:model:{model}",
+                  f"tinker:sampling:{model}"],
+            args=[sampler.id, codec.to_json(sampler), (number if number.isdigit() else "0") if is_newest else "",
+                  time.time() if model and not sampler.follows else ""],
+        )  # fmt: skip
 
     async def used_sampler(self, sampler: Sampler) -> None:
         """Note that samples are drawn with these weights, which one that follows the model's does not hold."""
@@ -248,17 +209,15 @@ class TinkerStore:
         """Raises NotFound, for a sampler of another tenant too."""
         return self._own(await self._read(Sampler, f"tinker:sampler:{id}"), tenant, f"sampler {id}")
 
-    async def add_checkpoint(self, checkpoint: TinkerCheckpoint) -> None:
-        """Save its record; one with this name is replaced."""
-        field = f"{checkpoint.kind}/{checkpoint.name}"
-        async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.hset(f"tinker:checkpoints:{checkpoint.model}", field, codec.to_json(checkpoint).decode())
-            pipe.zadd(f"tinker:checkpointed:{checkpoint.tenant}", {checkpoint.path: checkpoint.created})
-            if checkpoint.expires:
-                pipe.zadd("tinker:expiring", {checkpoint.path: checkpoint.expires})
-            else:
-                pipe.zrem("tinker:expiring", checkpoint.path)
-            await pipe.execute()
+    async def add_checkpoint(self, checkpoint: TinkerCheckpoint) -> bool:
+        """Save its record; one with this name is replaced. Return False, and change nothing, if a later command has
+        saved one under this name."""
+        return bool(await self._add_checkpoint(
+            keys=[f"tinker:checkpoints:{checkpoint.model}", f"tinker:checkpointed:{checkpoint.tenant}",
+                  "tinker:expiring"],
+            args=[f"{checkpoint.kind}/{checkpoint.name}", codec.to_json(checkpoint), checkpoint.seq, checkpoint.path,
+                  checkpoint.created, checkpoint.expires],
+        ))  # fmt: skip
 
     async def expired(self, now: float) -> list[TinkerCheckpoint]:
         """Return some checkpoints whose time is over."""

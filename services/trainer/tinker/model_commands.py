@@ -190,6 +190,11 @@ class ModelCommands:
                 return await self._save_checkpoint(command, body, adapter)
             return await self._save_sampler(command, body, adapter)
 
+    @property
+    def _owner(self) -> tuple[Path, int]:
+        """Root of the model's state and the lease's epoch: trainers of newer ones fence the files."""
+        return self._shared.place(self.model) / "state", self._shared.lease.epoch
+
     async def _save_checkpoint(self, command: Command, body: Save, adapter: Adapter) -> Saved:
         shared, now, is_whole = self._shared, time.time(), body.kind == "weights"
         made = TinkerCheckpoint(
@@ -199,13 +204,15 @@ class ModelCommands:
             expires=now + body.ttl_s if body.ttl_s else 0.0,
         )  # fmt: skip
         known = [one for one in await shared.records.checkpoints(self.model) if one.path == made.path]
-        if known and known[0].seq == command.seq:  # before the trainer was killed
+        if known and known[0].seq >= command.seq:  # before the trainer was killed; a later command may have replaced it
             return Saved(path=made.path)
         if is_whole and known and not body.overwrite and not (known[0].expires and known[0].expires <= now):
             raise Refused(f"checkpoint {made.path} exists; choose another name, or save with overwrite")
         directory = shared.place(self.model) / body.kind / made.place
         dtype = self._bank.bank.base.dtype
-        size = await asyncio.to_thread(model_files.write_checkpoint, directory, adapter, dtype, optimizer=is_whole)
+        size = await asyncio.to_thread(
+            model_files.write_checkpoint, directory, adapter, dtype, optimizer=is_whole, owner=self._owner
+        )
         await shared.records.add_checkpoint(msgspec.structs.replace(made, size=size))
         log.info("checkpoint_saved", path=made.path, step=made.step, bytes=size)
         return Saved(path=made.path)
@@ -213,7 +220,7 @@ class ModelCommands:
     async def _save_sampler(self, command: Command, body: Save, adapter: Adapter) -> Saved:
         directory = self._shared.place(self.model) / "samplers" / f"{body.sampler}@{command.seq}"
         dtype = self._bank.bank.base.dtype
-        await asyncio.to_thread(model_files.write_sampler, directory, adapter, dtype)
+        await asyncio.to_thread(model_files.write_sampler, directory, adapter, dtype, owner=self._owner)
         await self._shared.records.add_sampler(Sampler(
             id=body.sampler, tenant=self.tenant, session=self.model.partition(":")[0], job=self._shared.lease.job,
             base=self._shared.spec.model.base, model=self.model, directory=str(directory),

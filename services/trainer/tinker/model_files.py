@@ -85,10 +85,13 @@ def write_end(root: Path, epoch: int, end: ModelEnd) -> None:
         (root / STATE).unlink(missing_ok=True)
 
 
-def write_checkpoint(directory: Path, adapter: Adapter, dtype: torch.dtype, *, optimizer: bool) -> int:
+def write_checkpoint(
+    directory: Path, adapter: Adapter, dtype: torch.dtype, *, optimizer: bool, owner: tuple[Path, int]
+) -> int:
     """Write a PEFT directory, with `optimizer` everything that training continues from; one of this name is replaced.
-    Returns its bytes. Raises OSError."""
-    with _replaced(directory) as temporary:
+    `owner`: root of the model's state, and the epoch. Returns its bytes. Raises OSError, and Fenced if a trainer of a
+    newer epoch has read that state."""
+    with _replaced(directory, owner) as temporary:
         adapter_files.export_peft(adapter, temporary, dtype)
         if optimizer:
             unfinished = torch.zeros_like(adapter.gradient)
@@ -98,24 +101,25 @@ def write_checkpoint(directory: Path, adapter: Adapter, dtype: torch.dtype, *, o
     return size
 
 
-def write_sampler(directory: Path, adapter: Adapter, dtype: torch.dtype) -> None:
-    """Write a PEFT directory without waiting for the disk. Raises OSError."""
-    with _replaced(directory) as temporary:
+def write_sampler(directory: Path, adapter: Adapter, dtype: torch.dtype, *, owner: tuple[Path, int]) -> None:
+    """Write a PEFT directory without waiting for the disk. Raises likewise."""
+    with _replaced(directory, owner) as temporary:
         adapter_files.export_peft(adapter, temporary, dtype, Path.write_bytes)
 
 
 @contextmanager
-def _replaced(directory: Path) -> Iterator[Path]:
-    """Yield a new directory, which then takes the place of this one."""
+def _replaced(directory: Path, owner: tuple[Path, int]) -> Iterator[Path]:
+    """Yield a new directory, which then takes the place of this one. Raises Fenced."""
     make_directories(directory.parent)
     mark = f"{os.getpid()}-{time.time_ns()}"
     temporary, doomed = (directory.with_name(f".{directory.name}-{mark}-{what}") for what in ("new", "old"))
     try:
         temporary.mkdir()
         yield temporary
-        if directory.exists():
-            directory.rename(doomed)
-        temporary.rename(directory)
+        with checkpoint.owned(*owner):
+            if directory.exists():
+                directory.rename(doomed)
+            temporary.rename(directory)
     finally:
         for left in (temporary, doomed):
             shutil.rmtree(left, ignore_errors=True)

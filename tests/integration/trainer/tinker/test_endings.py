@@ -6,6 +6,7 @@ import asyncio
 import threading
 from typing import Any
 
+import msgspec
 import pytest
 from redis.exceptions import ConnectionError as RedisLost
 
@@ -13,7 +14,8 @@ from opentinker.services.trainer.bank.limits import BankEnded
 from opentinker.services.trainer.tinker import model_files, model_runner
 from opentinker.shared.messaging.subjects import COMMAND
 from opentinker.shared.types.core import JobState
-from opentinker.shared.types.tinker import Answer, Failed, Loaded, Stepped
+from opentinker.shared.types.errors import Fenced
+from opentinker.shared.types.tinker import Answer, Failed, Loaded, Sampler, Save, Saved, Stepped, tinker_place
 from tests.conftest import WAIT_S, until
 from tests.integration.trainer.tinker.conftest import JOB, STEP, Client, Server, forward_backward
 
@@ -137,3 +139,51 @@ async def test_a_job_that_is_over_does_not_wait_for_what_it_stores(
         assert isinstance(await client.result(late), Failed)
     finally:
         ready.set()
+
+
+@pytest.mark.parametrize("save", [
+    Save(kind="weights", name="a", overwrite=True), Save(kind="sampler_weights", sampler="s:sampler:0"),
+])  # fmt: skip
+async def test_an_older_trainer_replaces_no_files(server: Server, save: Save) -> None:
+    client = Client(server, MODEL)
+    await client.create()
+    await client.call(Save(kind="weights", name="a"))
+    weights = tinker_place(server.data_dir, MODEL) / "weights" / "a"
+    before, records = weights.stat().st_ino, await server.records.checkpoints(MODEL)
+    model_files.read_state(server.state(MODEL), server.epoch + 1, "x")  # as the next trainer does
+    request, running = await client.send(save), server.running
+    assert running is not None
+    await asyncio.wait([running], timeout=WAIT_S)
+    assert isinstance(running.exception(), Fenced)
+    assert await server.records.answered(request) is None
+    assert weights.stat().st_ino == before and await server.records.checkpoints(MODEL) == records
+    samplers = weights.parents[1] / "samplers"
+    assert not samplers.exists() or not list(samplers.iterdir())
+    assert [path.name for path in weights.parent.iterdir()] == ["a"]
+
+
+async def test_a_checkpoint_of_a_later_command_stays(server: Server) -> None:
+    client, records = Client(server, MODEL), server.records
+    await client.create()
+    await client.call(Save(kind="weights", name="a"))
+    weights = tinker_place(server.data_dir, MODEL) / "weights" / "a"
+    before, (saved,) = weights.stat().st_ino, await records.checkpoints(MODEL)
+    later = msgspec.structs.replace(saved, seq=99, step=7)
+    assert await records.add_checkpoint(later)
+    assert not await records.add_checkpoint(msgspec.structs.replace(saved, expires=5.0))
+    assert await client.call(Save(kind="weights", name="a", overwrite=True)) == Saved(path=saved.path)
+    assert weights.stat().st_ino == before and await records.checkpoints(MODEL) == [later]
+    assert not await records.expired(10.0)
+
+
+async def test_the_newest_sampler_is_that_of_the_latest_command(server: Server) -> None:
+    made = Sampler(
+        id="s:sampler:1", tenant="t", session="s", job=JOB, base="b", model=MODEL, version=f"{MODEL}@10", follows=True
+    )
+    older = msgspec.structs.replace(made, id="s:sampler:0", version=f"{MODEL}@9")
+    for sampler in (made, older):
+        await server.records.add_sampler(sampler)
+    assert await server.records.newest_of(older) == made
+    newer = msgspec.structs.replace(made, id="s:sampler:2", version=f"{MODEL}@11")
+    await server.records.add_sampler(newer)
+    assert await server.records.newest_of(older) == newer
