@@ -34,8 +34,8 @@ SAME_FOR_ALL = (
 # fmt: off
 OWN_METRICS = frozenset({
     "alarm", "collapse", "critic", "drift", "dropped", "ending", "env", "failed", "histogram", "jobs", "logprobs",
-    "loss", "masked", "mismatch", "opponent_lag", "pool", "queue", "ratio", "reference", "response_length", "reward",
-    "reward_model", "rewards", "rollout", "scheduler", "serving", "spans", "staleness", "stop", "swap", "teacher",
+    "loss", "masked", "mismatch", "models", "opponent_lag", "pool", "queue", "ratio", "reference", "response_length",
+    "reward", "reward_model", "rewards", "rollout", "scheduler", "serving", "spans", "staleness", "stop", "swap", "teacher",
     "tokens", "trainer", "turns", "val", "value", "workers",
 })
 # fmt: on

@@ -99,7 +99,7 @@ async def test_a_job_of_another_base_waits_and_says_for_what(cluster: Cluster, t
 
 async def test_a_job_with_a_trainer_of_its_own_takes_none_that_is_shared(cluster: Cluster, tmp_path: Path) -> None:
     base, rows = chat_model(tmp_path / "m"), write_rows(tmp_path / "rows.jsonl", copies(8))
-    own = await cluster.submit(row_spec(base, rows, model={"lora": LORA}))
+    own = await cluster.submit(row_spec(base, rows, model={"lora": LORA}, resources={"trainer": "own"}))
 
     async def told() -> str:
         return str((await cluster.client.job(own))["waiting_for"])

@@ -277,7 +277,7 @@ async def test_jobs_watched_on_a_terminal_are_a_table_redrawn_in_place(client: A
 def test_jobs_watched_report_progress_in_forty_parts() -> None:
     out = io.StringIO()
     lines = ChangeLines(out)
-    job = {"id": "j-1", "name": "n", "state": "running", "steps": 400, "reason": "", "waiting_for": ""}
+    job = {"id": "j-1", "name": "n", "kind": "rl", "state": "running", "steps": 400, "reason": "", "waiting_for": ""}
     for step in range(401):
         lines.show([{**job, "step": step}])  # type: ignore[typeddict-item]
     assert [line.split("  ")[4] for line in out.getvalue().splitlines()] == [f"{n}/400" for n in range(0, 401, 10)]

@@ -273,7 +273,7 @@ async def test_a_checkpoint_that_was_saved_again_or_kept_longer_does_not_expire(
     user: Client, workers: FakeWorkers, ctx: Context, saved: TinkerCheckpoint
 ) -> None:
     store, access = workers.store, Access(ctx)
-    changes: list[dict[str, Any]] = [{"created": time.time() + 1, "seq": 5}, {"expires": time.time() + 3600}]
+    changes: list[dict[str, Any]] = [{"expires": time.time() + 3600}, {"created": time.time() + 1, "seq": 5}]
     for change in changes:
         await store.add_checkpoint(msgspec.structs.replace(saved, expires=time.time() - 1))
         (old,) = await store.expired(time.time())
@@ -281,7 +281,7 @@ async def test_a_checkpoint_that_was_saved_again_or_kept_longer_does_not_expire(
         assert not await access.remove(old)
         assert access.directory(saved).is_dir()
         assert (await store.checkpoint("default", saved.model, "weights", "first")).seq == change.get("seq", -1)
-    await store.add_checkpoint(expired := msgspec.structs.replace(saved, expires=time.time() - 1))
+    await store.add_checkpoint(expired := msgspec.structs.replace(saved, seq=6, expires=time.time() - 1))
     assert await access.remove(expired) and not access.directory(saved).exists()
     assert await store.expired(time.time()) == []
 

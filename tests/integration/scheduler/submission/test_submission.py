@@ -31,7 +31,8 @@ async def test_submitted_job_is_queued_with_the_whole_spec(http: Http) -> None:
     status, job = await http.submit()
     assert status == 201
     assert JOB_ID.match(job["id"]) and job["state"] == "queued"
-    assert (await http("GET", f"/v1/jobs/{job['id']}"))[1]["spec"] == SPEC
+    placed = {**SPEC, "resources": {**SPEC["resources"], "trainer": "own"}}
+    assert (await http("GET", f"/v1/jobs/{job['id']}"))[1]["spec"] == placed
     status, listed = await http("GET", "/v1/jobs")
     assert [j["id"] for j in listed["jobs"]] == [job["id"]]
 
