@@ -200,7 +200,7 @@ _STRINGS = ("get", "set", "del", "exists")
 _HASHES = ("hget", "hmget", "hgetall", "hkeys", "hset", "hdel", "hincrby", "hincrbyfloat", "expire")
 _SETS = ("sadd", "srem", "smembers")
 _COMMANDS: dict[str, tuple[str, ...]] = {
-    TRAINER: (*_STRINGS, *_HASHES, *_SETS, "xadd", "multi", "exec", "zadd", "zrem", "zrange", "mget"),
+    TRAINER: (*_STRINGS, *_HASHES, *_SETS, "xadd", "multi", "exec", "zadd", "zrem", "zrange", "zrevrange", "mget"),
     ROLLOUT: (*_STRINGS, *_HASHES, *_SETS, "xadd"),
     REFERENCE: (*_STRINGS, "hmget", "hgetall", "hset", *_SETS, "xadd"),
     ENV: ("get", "set", "del", *_SETS),

@@ -35,8 +35,8 @@ SAME_FOR_ALL = (
 OWN_METRICS = frozenset({
     "alarm", "collapse", "critic", "drift", "dropped", "ending", "env", "failed", "histogram", "jobs", "logprobs",
     "loss", "masked", "mismatch", "models", "opponent_lag", "pool", "queue", "ratio", "reference", "response_length",
-    "reward", "reward_model", "rewards", "rollout", "scheduler", "serving", "spans", "staleness", "stop", "swap", "teacher",
-    "tokens", "trainer", "turns", "val", "value", "workers",
+    "reward", "reward_model", "rewards", "rollout", "scheduler", "serving", "spans", "staleness", "stop", "swap",
+    "teacher", "tokens", "trainer", "turns", "val", "value", "workers",
 })
 # fmt: on
 """First parts of metric names (docs/metrics.md). A policy cannot have such a name: its metrics are POLICY/METRIC, and
