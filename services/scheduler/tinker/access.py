@@ -176,9 +176,13 @@ def base_of(job: JobRecord) -> str:
 
 
 def shown_base(base: str) -> str:
-    """Return the name of a base for clients: a directory below the server's own begins there, `Qwen/Qwen3-8B`."""
+    """Return the name of a base for clients: a directory below the server's own begins there, `Qwen/Qwen3-8B`; with a
+    dot if it has two slashes, which clients would read as organization, model and variant."""
     path = PurePath(base)
-    return str(path.relative_to(here)) if path.is_relative_to(here := Path.cwd()) and path != here else base
+    if not path.is_relative_to(here := Path.cwd()) or path == here:
+        return base
+    name = str(path.relative_to(here))
+    return f"./{name}" if name.count("/") == 2 else name
 
 
 def context_of(job: JobRecord) -> int | None:

@@ -17,7 +17,7 @@ import orjson
 import pytest
 
 from opentinker.services.scheduler.tinker import expiry
-from opentinker.services.scheduler.tinker.access import Access
+from opentinker.services.scheduler.tinker.access import Access, shown_base
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.security.audit_log import folder, writers
 from opentinker.shared.security.authorization import Role
@@ -53,6 +53,13 @@ async def test_a_server_is_open_to_the_tenants_that_it_names(user: Client, blue:
         assert one["model_name"] == BASE and one["trainable"] and one["sampleable"]
         await blue.model()
         assert workers.commands[0].tenant == "blue"
+
+
+def test_the_name_of_a_base_is_a_path_for_clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = ("Qwen/Qwen3-8B", "tiny", "runs/models/tiny", "a/b/c/d")
+    assert [shown_base(str(tmp_path / name)) for name in names] == [*names[:2], "./runs/models/tiny", names[3]]
+    assert [shown_base(name) for name in ("/elsewhere/tiny", "Qwen/Qwen3-8B")] == ["/elsewhere/tiny", "Qwen/Qwen3-8B"]
 
 
 async def test_a_base_in_the_servers_working_directory_has_the_name_that_its_spec_gave(
