@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from opentinker.shared.types.core import part_id
+from tests.conftest import until
 from tests.support.cluster import Cluster
 from tests.support.toys import toy_game
 
@@ -27,5 +28,9 @@ async def test_one_of_two_policies_has_a_reference(tmp_path: Path, small: Path) 
         divergence = [line["loss/kl"] for line in cluster.lines(part_id(job, "speaker"))]
         assert divergence == pytest.approx([0.0] * 3, abs=1e-6), "equal rewards leave the weights as they started"
         assert all("loss/kl" not in line for line in cluster.lines(part_id(job, "listener")))
-        (scored,) = [int(w.detail["groups"]) for w in await cluster.store.workers() if w.pool == "reference"]
-        assert scored >= 6, "every match that it trained"
+
+        async def scored() -> int:
+            """Of the last heartbeat."""
+            return sum(int(w.detail["groups"]) for w in await cluster.store.workers() if w.pool == "reference")
+
+        await until(scored, lambda groups: groups >= 6)  # every match that it trained
