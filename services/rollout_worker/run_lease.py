@@ -22,7 +22,7 @@ from opentinker.services.rollout_worker.inference_job import InferenceJob
 from opentinker.services.rollout_worker.renderer import Renderer
 from opentinker.services.rollout_worker.rl_job import RolloutJob
 from opentinker.services.rollout_worker.seat_map import LoadedPolicy
-from opentinker.services.rollout_worker.tinker_job import TinkerJob
+from opentinker.services.rollout_worker.tinker.tinker_job import TinkerJob
 from opentinker.services.rollout_worker.url_player import UrlPlayer
 from opentinker.shared.asyncio_tools import finish_uncancelled
 from opentinker.shared.data.readable_paths import opening

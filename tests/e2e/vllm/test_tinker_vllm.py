@@ -18,7 +18,7 @@ import torch
 from opentinker.services.rollout_worker.engines.gpu_split import GpuSplit
 from opentinker.services.rollout_worker.renderer import Renderer
 from opentinker.services.rollout_worker.service import make_engine
-from opentinker.services.rollout_worker.tinker_job import TinkerJob
+from opentinker.services.rollout_worker.tinker.tinker_job import TinkerJob
 from opentinker.shared.config import Settings
 from opentinker.shared.spec import parse_spec
 from opentinker.shared.spec.engines import engine_policies

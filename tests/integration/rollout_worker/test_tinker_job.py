@@ -17,7 +17,7 @@ from redis.exceptions import ResponseError
 
 from opentinker.services.rollout_worker.engines.base import Completion, EngineLost
 from opentinker.services.rollout_worker.engines.toy import ToyEngine
-from opentinker.services.rollout_worker.tinker_job import MAX_DELIVERIES, TinkerJob
+from opentinker.services.rollout_worker.tinker.tinker_job import MAX_DELIVERIES, TinkerJob
 from opentinker.shared.asyncio_tools import cancel_and_wait
 from opentinker.shared.config import Settings
 from opentinker.shared.messaging.bus import Bus

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from opentinker.services.rollout_worker.adapter_cache import AdapterCache
-from opentinker.services.rollout_worker.adapter_files import AdapterGone, AdapterRefused, check_adapter
 from opentinker.services.rollout_worker.engines.base import EngineError
 from opentinker.services.rollout_worker.engines.toy import ToyEngine
+from opentinker.services.rollout_worker.tinker.adapter_cache import AdapterCache
+from opentinker.services.rollout_worker.tinker.adapter_files import AdapterGone, AdapterRefused, check_adapter
 from opentinker.shared.asyncio_tools import cancel_and_wait
 from opentinker.shared.spec import ToySpec
 from opentinker.shared.types.core import WeightVersion

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from opentinker.services.rollout_worker.engines.base import Completion
-from opentinker.services.rollout_worker.tinker_samples import (
+from opentinker.services.rollout_worker.tinker.samples import (
     MAX_COUNT,
     NO_LOGPROB,
     problem_of,

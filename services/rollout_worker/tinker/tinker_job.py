@@ -17,10 +17,10 @@ from itertools import count
 import structlog
 from redis.exceptions import ResponseError
 
-from opentinker.services.rollout_worker.adapter_cache import AdapterCache
-from opentinker.services.rollout_worker.adapter_files import AdapterGone, AdapterRefused
 from opentinker.services.rollout_worker.engines.base import Completion, Engine, EngineError, EngineLost
-from opentinker.services.rollout_worker.tinker_samples import problem_of, prompt_of, sampled_of, sampling_of
+from opentinker.services.rollout_worker.tinker.adapter_cache import AdapterCache
+from opentinker.services.rollout_worker.tinker.adapter_files import AdapterGone, AdapterRefused
+from opentinker.services.rollout_worker.tinker.samples import problem_of, prompt_of, sampled_of, sampling_of
 from opentinker.shared.asyncio_tools import (
     cancel_and_wait,
     forward_exception,

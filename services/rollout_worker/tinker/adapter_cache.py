@@ -15,8 +15,8 @@ from pathlib import Path
 
 import structlog
 
-from opentinker.services.rollout_worker.adapter_files import AdapterGone, AdapterRefused, check_adapter
 from opentinker.services.rollout_worker.engines.base import Engine, EngineError, EngineLost
+from opentinker.services.rollout_worker.tinker.adapter_files import AdapterGone, AdapterRefused, check_adapter
 from opentinker.shared.asyncio_tools import finish_uncancelled
 from opentinker.shared.types.core import WeightVersion
 
