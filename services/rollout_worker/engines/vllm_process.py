@@ -56,6 +56,7 @@ from vllm.sampling_params import RequestOutputKind  # noqa: E402
 from vllm.v1.engine.async_llm import AsyncLLM  # noqa: E402
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError  # noqa: E402
 
+from opentinker.services.rollout_worker.engines import ended_children  # noqa: E402
 from opentinker.services.rollout_worker.engines.shards import add_by_gloo, together  # noqa: E402
 from opentinker.services.rollout_worker.engines.vllm_config import (  # noqa: E402
     MAX_DEFAULT_CONTEXT,
@@ -385,7 +386,8 @@ class VllmProcess:
 
 
 async def end(llm: AsyncLLM) -> None:
-    """End an engine and its process."""
+    """End an engine and its processes."""
+    ended_children.repair()
     await asyncio.to_thread(llm.shutdown)
     if llm.output_handler is not None:
         await asyncio.wait([llm.output_handler], timeout=1.0)

@@ -25,8 +25,8 @@ HEAVY = {
     for package, names in {
         "sdk": "merge_adapter",
         "services.reference_forward": "rewards scorer",
-        "services.rollout_worker.engines": "merged_adapter packed_layers prompt_logits seeded_prefill shards vllm "
-        "vllm_config vllm_images vllm_process vllm_sampling vllm_worker_extension",
+        "services.rollout_worker.engines": "ended_children merged_adapter packed_layers prompt_logits "
+        "seeded_prefill shards vllm vllm_config vllm_images vllm_process vllm_sampling vllm_worker_extension",
         "services.trainer.algorithm": "corrections losses objective preference",
         "services.trainer.bank": "adamw adapted_linear adapter adapter_bank adapter_files adapter_tensors "
         "bank_commands bank_loop base_model capacity job_adapter losses mixed_batch pass_part residency "
