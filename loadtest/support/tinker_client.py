@@ -48,10 +48,14 @@ class TinkerClient:
         asked = {"session_id": self.session, "model_seq_id": 0, "base_model": base, "lora_config": lora}
         self.model = (await self.result(await self.call("create_model", asked)))["model_id"]
 
+    def number(self) -> int:
+        """Return the number of the model's next command."""
+        return next(self._numbers)
+
     async def step(self, body: bytes, lr: float = 1e-4) -> Any:
         """Send a prepared forward_backward and an optim_step, and wait for both. Returns the first one's answer."""
         forward = await self.call("forward_backward", raw=self.numbered(body))
-        asked = {"model_id": self.model, "seq_id": next(self._numbers), "adam_params": {"learning_rate": lr}}
+        asked = {"model_id": self.model, "seq_id": self.number(), "adam_params": {"learning_rate": lr}}
         stepped = await self.call("optim_step", asked)
         found, _ = await asyncio.gather(self.result(forward), self.result(stepped))
         return found
@@ -60,7 +64,7 @@ class TinkerClient:
         """Put the model and the next number before a request without them: protobuf messages may be joined."""
         from opentinker.services.scheduler.tinker.schema import ForwardBackwardRequest
 
-        head = ForwardBackwardRequest(model_id=self.model, seq_id=next(self._numbers))
+        head = ForwardBackwardRequest(model_id=self.model, seq_id=self.number())
         return bytes(head.SerializeToString()) + body
 
 
