@@ -19,6 +19,8 @@ from opentinker.shared.types.spec_text import parse_text
 MARK = "renamed_to_be_found"
 TRIES = 50
 """Places that are tried for one name."""
+ABSENT = "does not exist"
+"""In the problem of a path that a command at the head of the spec may make."""
 
 
 @contextmanager
@@ -35,7 +37,8 @@ def located(path: Path) -> Iterator[None]:
 
 
 def with_places(mistakes: Sequence[Mapping[str, Any]], path: Path) -> list[dict[str, Any]]:
-    """Add `file`, `line` and `column` to each mistake: of its field, or of the table that lacks it."""
+    """Add `file`, `line` and `column` to each mistake: of its field, or of the table that lacks it; and to the problem of
+    a path that does not exist the command that makes it, see `command_for`."""
     try:
         text = path.read_text()
         data = parse_text(text, path.suffix)
@@ -44,10 +47,27 @@ def with_places(mistakes: Sequence[Mapping[str, Any]], path: Path) -> list[dict[
     found = []
     for mistake in mistakes:
         place = position(text, path.suffix, data, str(mistake["field"]).split("."))
-        found.append(
-            {**mistake, **({} if place is None else {"file": path.name, "line": place[0], "column": place[1]})}
-        )
+        where = {} if place is None else {"file": path.name, "line": place[0], "column": place[1]}
+        problem = str(mistake.get("problem", ""))
+        remedy = {} if (made := command_for(problem, text)) is None else {"problem": f"{problem}. Make it with: {made}"}
+        found.append({**mistake, **where, **remedy})
     return found
+
+
+def command_for(problem: str, text: str) -> str | None:
+    """Return the command in the comment at the head of a spec that makes the path which does not exist according to the
+    problem; without the commands that follow it in its line."""
+    if ABSENT not in problem:
+        return None
+    head = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
+    commands = [line.removeprefix("#").partition("&&")[0].strip() for line in head if line.startswith("#  ")]
+    made = (
+        command
+        for command in commands
+        for word in command.split()
+        if "/" in word and re.search(rf"(?<![\w-]){re.escape(word)}(?![\w-])", problem)
+    )
+    return next(made, None)
 
 
 def position(text: str, suffix: str, data: Any, field: Sequence[str]) -> tuple[int, int] | None:

@@ -29,7 +29,7 @@ def validate(
     Check the spec, model, chat template, rows, an episode of its environment, and whether the needed workers exist; on
     the server, if one runs, else on this machine.
     """
-    from opentinker.sdk.spec_location import with_places
+    from opentinker.sdk.spec_location import command_for, with_places
     from opentinker.shared.spec import parse_spec
     from opentinker.shared.spec.sweeps.children import parse_sweep
 
@@ -48,6 +48,9 @@ def validate(
         server = None if here else url or running_server()
         found = looked_at(data, server, path.parent, data if swept is None else swept)
         found["mistakes"] = with_places(found["mistakes"], path)
+        for check in found["checks"]:
+            if (made := command_for(check["found"], path.read_text())) is not None:
+                check["hint"] = f"make it with: {made}"
     if as_json:
         print_json({**found, "spec": spec.model_dump(mode="json")})
     elif found["mistakes"]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from opentinker.sdk.spec_location import with_places
+from opentinker.sdk.spec_location import command_for, with_places
 from opentinker.shared.spec import EXAMPLES, MAX_MISTAKES, JobSpec, parse_spec
 from opentinker.shared.spec.labels import file_name
 from opentinker.shared.spec.near import SYNONYMS, paths_of
@@ -19,6 +19,9 @@ from opentinker.shared.types.spec_text import parse_text
 from tests.support.factories import SMALLEST
 from tests.unit.shared.spec.test_spec import changed
 
+EXAMPLES_DIR = Path(__file__).parents[4] / "examples"
+GAMES = ("debate", "debate_judge", "gomoku_self", "gomoku_two", "kuhn_poker", "signalling", "tictactoe_two")
+"""Examples with several seats, and those that they need."""
 ROWS: dict[str, Any] = {"name": "x", "kind": "sft", "model": {"base": "m"}, "train": {"steps": 1}}
 
 
@@ -173,3 +176,20 @@ def test_tens_of_thousands_of_names_cost_no_seconds_of_the_event_loop(part: tupl
     found = refused.value.mistakes
     assert len(found) <= MAX_MISTAKES + 1
     assert ("more mistakes, which are not shown" in found[-1]["problem"]) == (len(part) < 2)
+
+
+@pytest.mark.parametrize("name", GAMES)
+def test_an_example_whose_model_is_not_there_names_the_command_that_makes_it(name: str) -> None:
+    file = EXAMPLES_DIR / f"{name}.toml"
+    base = tomllib.loads(file.read_text())["model"]["base"]
+    absent = {
+        "field": "model.base",
+        "value": base,
+        "problem": f"does not exist on the server (/elsewhere/{base}); give",
+    }
+    (found,) = with_places([absent], file)
+    command = found["problem"].partition("Make it with: ")[2]
+    assert command.startswith("python ") and command.endswith(f" {base}"), found
+    assert command_for(f"/elsewhere/{base}x does not exist", file.read_text()) is None, "another path"
+    (other,) = with_places([{**absent, "problem": f"/elsewhere/{base} has no config.json"}], file)
+    assert "Make it" not in other["problem"]
