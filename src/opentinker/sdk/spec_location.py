@@ -37,8 +37,8 @@ def located(path: Path) -> Iterator[None]:
 
 
 def with_places(mistakes: Sequence[Mapping[str, Any]], path: Path) -> list[dict[str, Any]]:
-    """Add `file`, `line` and `column` to each mistake: of its field, or of the table that lacks it; and to the problem of
-    a path that does not exist the command that makes it, see `command_for`."""
+    """Add `file`, `line` and `column` to each mistake: of its field, or of the table that lacks it; and to the problem
+    of a path that does not exist the command that makes it, see `command_for`."""
     try:
         text = path.read_text()
         data = parse_text(text, path.suffix)

@@ -29,7 +29,7 @@ def validate(
     Check the spec, model, chat template, rows, an episode of its environment, and whether the needed workers exist; on
     the server, if one runs, else on this machine.
     """
-    from opentinker.sdk.spec_location import command_for, with_places
+    from opentinker.sdk.spec_location import with_places
     from opentinker.shared.spec import parse_spec
     from opentinker.shared.spec.sweeps.children import parse_sweep
 
@@ -48,9 +48,7 @@ def validate(
         server = None if here else url or running_server()
         found = looked_at(data, server, path.parent, data if swept is None else swept)
         found["mistakes"] = with_places(found["mistakes"], path)
-        for check in found["checks"]:
-            if (made := command_for(check["found"], path.read_text())) is not None:
-                check["hint"] = f"make it with: {made}"
+        found["checks"] = [_with_command(check, path.read_text()) for check in found["checks"]]
     if as_json:
         print_json({**found, "spec": spec.model_dump(mode="json")})
     elif found["mistakes"]:
@@ -106,6 +104,14 @@ def looked_at(data: dict[str, Any], server: str | None, beside: Path, whole: dic
     valid = found["valid"] and not _any_bad(checks)
     known = {"mistakes": found["mistakes"], "estimate": found["estimate"], "server": server}
     return {"valid": valid, "checks": checks, **known}
+
+
+def _with_command(check: Check, text: str) -> Check:
+    """Return the check with the command at the head of the spec that makes what does not exist, if there is one."""
+    from opentinker.sdk.spec_location import command_for
+
+    made = command_for(check["found"], text)
+    return check if made is None else {**check, "hint": f"make it with: {made}"}
 
 
 def _any_bad(checks: list[Check]) -> bool:
