@@ -128,6 +128,7 @@ async def test_a_model_divided_among_two_ranks_is_trained(system: Cluster, tiny:
     assert lineage_faults(system, job, 5) == []
 
 
+@pytest.mark.nightly
 async def test_a_killed_worker_of_a_divided_model_leaves_no_rank_and_its_successor_serves_the_job(
     system: Cluster, tiny: Path
 ) -> None:

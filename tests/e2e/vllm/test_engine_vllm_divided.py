@@ -86,6 +86,7 @@ async def test_two_ranks_compute_what_one_computes_before_and_after_swaps(base: 
     assert first == again and first != second
 
 
+@pytest.mark.nightly
 async def test_a_request_in_flight_continues_with_the_next_version_on_both_ranks(base: Path) -> None:
     older, newer = (other_weights(base, seed) for seed in (1, 2))
     sampling = Sampling(max_tokens=460, seed=7)
@@ -110,6 +111,7 @@ async def test_a_request_in_flight_continues_with_the_next_version_on_both_ranks
         assert worst(done, expected(older, PROMPT, done, sampling), new.start) > 0.1, "the weights should differ"
 
 
+@pytest.mark.nightly
 async def test_a_rank_that_loads_something_else_loses_the_engine(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks are forked from this process, with what it has patched."""
     from opentinker.services.rollout_worker.engines.shards import SharedBuckets
@@ -129,6 +131,7 @@ async def test_a_rank_that_loads_something_else_loses_the_engine(base: Path, mon
         assert vllm.version is None
 
 
+@pytest.mark.nightly
 async def test_an_adapter_is_served_by_two_ranks(base: Path) -> None:
     from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
     from transformers import AutoModelForCausalLM

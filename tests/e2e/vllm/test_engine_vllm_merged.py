@@ -81,6 +81,7 @@ async def test_a_merged_adapter_computes_what_lora_layers_compute_and_leaves_the
         assert (await merged.score(IDS)).logprobs == plain.logprobs, "bit for bit"
 
 
+@pytest.mark.nightly
 async def test_an_engine_that_joins_late_or_again_has_the_same_weights(base: Path) -> None:
     model = adapted(base)
     async with engine_of(base, serving="merged") as merged:
@@ -125,6 +126,7 @@ def set_event(event: asyncio.Event, *_: object) -> None:
     event.set()
 
 
+@pytest.mark.nightly
 async def test_a_model_whose_adapter_cannot_be_merged_gets_lora_layers(tmp_path: Path) -> None:
     """Decided before the engine is built, from the model's configuration."""
     from transformers import Olmo2Config, Olmo2ForCausalLM

@@ -114,6 +114,7 @@ async def test_a_merged_adapter_leaves_the_base_to_the_next_job(base: Path, warm
 @pytest.mark.parametrize(
     "settings", [{"stays": False}, {"lora": LoraSpec(rank=4, alpha=8.0)}], ids=["given-weights", "lora-layers"]
 )
+@pytest.mark.nightly
 async def test_what_cannot_be_left_ends_with_its_job(base: Path, warm: WarmEngine, settings: dict[str, Any]) -> None:
     """Weights that no trainer sends, and adapters that vLLM holds."""
     first = await new_engine(base, warm, **settings)
