@@ -367,6 +367,7 @@ class Episode:
             row=self.row,
             truncated=self.truncated,
             metrics=self.metrics,
+            bots=self.seats.bot_rewards(self.rewards),
             seconds=seconds,
         )
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -109,6 +110,15 @@ class SeatMap:
     def bots(self) -> dict[str, str]:
         """See `OpenSession.bots`."""
         return bots_of(self._seats)
+
+    def bot_rewards(self, rewards: Mapping[str, float]) -> dict[str, float]:
+        """Return the mean reward of the seats of each bot; 0 of one whose seats were paid nothing."""
+        found: dict[str, list[float]] = {player.bot: [] for player in self._seats.values() if player.bot}
+        for seat, reward in rewards.items() if found else ():
+            player = player_at(self._seats, seat)
+            if player is not None and player.bot:
+                found[player.bot].append(reward)
+        return {name: math.fsum(paid) / max(1, len(paid)) for name, paid in found.items()}
 
     @property
     def context(self) -> int:

@@ -119,7 +119,7 @@ class Intake:
             log.error("invalid_group", group=group.seq, error=str(error))
             await self._reject(delivery.seq, group.seq, str(error))
             return
-        if any(trajectory.policy != self.policy for trajectory in group.trajectories):
+        if any(trajectory.policy != self.policy or trajectory.bots for trajectory in group.trajectories):
             group = group.of(self.policy)
         if self.assembler.add(delivery.seq, group):
             self.arrived.set()

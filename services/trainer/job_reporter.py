@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import orjson
 import structlog
 from redis.exceptions import RedisError
@@ -46,6 +46,8 @@ from opentinker.shared.state.usage import UsageStore
 from opentinker.shared.types.core import JobState, Lease, WeightVersion, part_id
 from opentinker.shared.types.errors import Conflict, Fenced, JobFailed, OpenTinkerError
 from opentinker.shared.types.manifest import Manifest
+from opentinker.shared.types.match_results import FILE as MATCHES
+from opentinker.shared.types.match_results import MatchResult
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -76,6 +78,7 @@ class JobReporter:
         self.metrics = MetricSource(ctx.bus, lease.job, self.source, prefix=metric_prefix(policy))
         self.lanes = Lanes(ctx.bus, lease.job, ctx.worker)
         self._log = StepLog(self.root.parent / "metrics.jsonl")
+        self._results = StepLog(self.root.parent / MATCHES)
         self._log_refused = False
         self._trace = trace
         self.usage = UsageStore(ctx.store.redis)
@@ -202,9 +205,11 @@ class JobReporter:
             await cancel_and_wait(showing)
             await self.lanes.report()
 
-    async def step(self, step: int, values: dict[str, float], **line: object) -> None:
-        """Report an optimizer step: metrics to the history and, together with `line`, to the job's log. Raises Fenced
-        before any of that."""
+    async def step(
+        self, step: int, values: dict[str, float], matches: Sequence[MatchResult] = (), **line: object
+    ) -> None:
+        """Report an optimizer step: metrics to the history and, together with `line`, to the job's log, and the results
+        of its matches to theirs. Raises Fenced before any of that."""
         await self.guard()
         absent = sorted(name for name in self.spec.train.target if name not in values and not name.startswith(PREFIX))
         if step == 1 and absent:
@@ -215,17 +220,17 @@ class JobReporter:
         await self.alarms.update(step, values)
         self._window.append(values)
         point = await self.metrics.emit(step, values)
+        of_step = {"epoch": self.lease.epoch, "step": step, "time": point.time}
         await self.write_log(
             step,
             {
-                "epoch": self.lease.epoch,
-                "step": step,
-                "time": point.time,
+                **of_step,
                 "trace": trace_id(self._trace),
                 "point": [point.incarnation, point.seq],
                 **line,
                 **{name.removeprefix(metric_prefix(self.policy)): value for name, value in point.values.items()},
             },
+            {**of_step, "matches": msgspec.to_builtins(matches)} if matches else None,
         )
         names = ("reward/mean", "exact", "loss", *self.spec.train.target)
         shown = {name: values[name] for name in names if name in values} | self._step_time()
@@ -249,19 +254,35 @@ class JobReporter:
         took = [line["step_seconds"] for line in self._window if "step_seconds" in line]
         return {"step_seconds": sum(took) / len(took)} if took else {}
 
-    async def write_log(self, step: int, line: dict[str, object] | None = None) -> None:
-        """Append one line per step, also of steps rolled back later; without a line, make the log durable.
+    async def write_log(
+        self, step: int, line: dict[str, object] | None = None, result: dict[str, object] | None = None
+    ) -> None:
+        """Append one line per step, also of steps rolled back later, and one of its matches if it has any; without a
+        line, make both logs durable.
 
         A disk error is reported once and tried again.
         """
         try:
-            await asyncio.to_thread(self._log.sync if line is None else functools.partial(self._log.add, line))
+            await asyncio.to_thread(self._write_lines, line, result)
             self._log_refused = False
         except OSError as error:
             if not self._log_refused:
                 log.error("metrics_log_failed", error=str(error))
                 await self.event("metrics_log_failed", {"step": step, "error": str(error)})
             self._log_refused = True
+
+    def _write_lines(self, line: dict[str, object] | None, result: dict[str, object] | None) -> None:
+        """Blocking. What one file refuses is kept for the next time, see StepLog, and still written to the other."""
+        try:
+            if line is None:
+                self._results.sync()
+            elif result is not None:
+                self._results.add(result)
+        finally:
+            if line is None:
+                self._log.sync()
+            else:
+                self._log.add(line)
 
     def target_met(self) -> bool:
         """Return whether the means of the last steps, and the last evaluation where named, have reached the target."""

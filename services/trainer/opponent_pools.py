@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -32,8 +32,6 @@ from opentinker.shared.types.pools import NO_GAMES, Members, Outcomes, PoolMembe
 log = structlog.get_logger()
 
 N = TypeVar("N", int, float)
-GamesByPlayer = Mapping[str, Outcomes]
-"""See `Group.outcomes`."""
 
 
 class OpponentPools:
@@ -82,11 +80,9 @@ class OpponentPools:
             return False
         return True
 
-    def count(self, games: Iterable[GamesByPlayer]) -> None:
-        """Add the outcomes of one step. Those against versions that are no members any longer do not count."""
-        total: dict[str, Outcomes] = {}
-        for player, outcomes in (pair for group in games for pair in group.items()):
-            total[player] = _add(total.get(player, NO_GAMES), outcomes)
+    def count(self, total: Mapping[str, Outcomes]) -> None:
+        """Add the outcomes of one step, by player. Those against versions that are no members any longer do not
+        count."""
         for name, members in self.members.items():
             found = [total.get(pool_player(name, str(member.version)), NO_GAMES) for member in members]
             self._games[name] = sum(map(sum, found))

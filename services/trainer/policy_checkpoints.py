@@ -8,6 +8,7 @@ between them could only be played again with weights that some policies have mov
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 from opentinker.services.trainer import checkpoint
 from opentinker.services.trainer.joint_progress import CommonPosition, JointProgress
@@ -15,6 +16,15 @@ from opentinker.shared.types.manifest import Manifest
 
 KEPT_POSITIONS = 2
 """Newest common positions whose checkpoints are never removed: one of the newest may be damaged."""
+
+
+class SavedStep(NamedTuple):
+    """A checkpoint that this trainer wrote or resumed from."""
+
+    step: int
+    floor: int
+    received: int
+    """`Intake.received` at that time."""
 
 
 class PolicyCheckpoints:

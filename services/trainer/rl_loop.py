@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import NamedTuple
 
 import structlog
 
@@ -28,6 +27,7 @@ from opentinker.services.trainer.job_reporter import JobReporter
 from opentinker.services.trainer.joint_progress import JointProgress
 from opentinker.services.trainer.learners.base import Learner, NonFinite, SnapshotLike
 from opentinker.services.trainer.opponent_pools import OpponentPools
+from opentinker.services.trainer.policy_checkpoints import SavedStep
 from opentinker.services.trainer.resume import resume
 from opentinker.services.trainer.rewinder import Rewinder
 from opentinker.services.trainer.rollout_log import RolloutLog
@@ -44,19 +44,11 @@ from opentinker.shared.state.admission import Admission
 from opentinker.shared.types.core import Discard, Lease, WeightVersion
 from opentinker.shared.types.errors import JobFailed
 from opentinker.shared.types.manifest import Manifest
+from opentinker.shared.types.match_results import count_outcomes
 from opentinker.shared.types.telemetry import KeptStep
 from opentinker.shared.types.trajectories import Group
 
 log = structlog.get_logger()
-
-
-class SavedStep(NamedTuple):
-    """A checkpoint that this trainer wrote or resumed from."""
-
-    step: int
-    floor: int
-    received: int
-    """`Intake.received` at that time."""
 
 
 class TrainerJob:
@@ -274,7 +266,8 @@ class TrainerJob:
         trained = time.monotonic() - began
         spread = distributions(batch, self._version, values)
         self.step += 1
-        self.pools.count([*(group.outcomes for group in batch), *self.assembler.pop_uncounted()])
+        matches = [*(match for group in batch for match in group.matches), *self.assembler.pop_uncounted()]
+        self.pools.count(count_outcomes(matches))
         if self.position is not None:  # nothing is issued between the batch's last group and the next version
             self.position = max(group.seq for group in batch) + 1 - self.shift
         await self.admission.train(self.step, [group.seq for group in batch])
@@ -300,7 +293,7 @@ class TrainerJob:
             **{f"failed/{reason}": float(count) for reason, count in ledger.failed.items()},
             **self.swap,
         }
-        await self.reporter.step(self.step, values, seqs=[group.seq for group in batch])
+        await self.reporter.step(self.step, values, matches, seqs=[group.seq for group in batch])
         await self._log_rollouts(batch, spread)
 
     def _opponent_metrics(self) -> dict[str, float]:

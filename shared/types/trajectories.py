@@ -6,14 +6,15 @@ The nouns that it is made of, and the shape suffixes, are in `core.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import msgspec
 import numpy as np
 
 from opentinker.shared.types.core import F32, I32, U8, Ending, Message, StopReason, WeightVersion
-from opentinker.shared.types.pools import NO_GAMES, Outcomes
+from opentinker.shared.types.pools import Outcomes
+from opentinker.shared.types.match_results import BOT, DRAWN, MatchResult, Opponent, count_outcomes
 
 ROUNDING = 1e-12
 """Rewards that are nearer to each other, absolutely or relatively, are equal."""
@@ -104,6 +105,8 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     """Sum of the turn rewards."""
     metrics: dict[str, float] = {}
     """Metrics that the environment reported at the end, e.g. `exact`."""
+    bots: dict[str, float] = {}
+    """Mean reward of the seats of each scripted player of the episode, by its name."""
     seconds: float = 0.0
     ref_logprobs_T: bytes | None = None
     """float32 logprobs of the frozen reference, added by reference-forward; 0 where mask is 0."""
@@ -232,8 +235,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     """By sample and seat, of a part that one policy played (`of`): `totals` of the whole group."""
     opponents: dict[str, WeightVersion] = {}
     """By name, of a part that one policy played (`of`): the oldest version of each other policy that had a turn."""
-    outcomes: dict[str, Outcomes] = {}
-    """By name, of a part that one policy played (`of`): games of the policy against each other player."""
+    matches: list[MatchResult] = []
+    """Of a part that one policy played (`of`): its results against the other players."""
     others: list[Trajectory] = []
     """In a part that one policy played (`of`), trajectories of the others in the episodes that people may read."""
 
@@ -258,30 +261,33 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
             trajectories=own,
             rewards_of_all=self.totals,
             opponents=opponents,
-            outcomes=self._outcomes(policy),
+            matches=self._matches(policy),
             others=[other for other in others if other.transcript is not None],
         )
 
-    def _outcomes(self, policy: str) -> dict[str, Outcomes]:
-        """Return the games of a policy by opponent. A sample is won if the policy's seats earned more on average than
-        the opponent's, and drawn if equal; it counts if both had a turn."""
-        played: dict[int, dict[str, set[str]]] = {}
+    def _matches(self, policy: str) -> list[MatchResult]:
+        """Return the results of a policy. A sample is won if the policy's seats earned more on average than the
+        opponent's, and drawn if equal; it counts if the policy had a turn, and another player that is no bot."""
+        played: dict[int, dict[str, list[Trajectory]]] = {}
         for one in (t for t in self.trajectories if self.is_played(t.index)):
-            played.setdefault(one.index, {}).setdefault(one.policy, set()).add(one.seat)
-        totals = self.totals
-        found: dict[str, Outcomes] = {}
-        for index, seats in played.items():
-            earned = {name: math.fsum(totals[index][seat] for seat in own) / len(own) for name, own in seats.items()}
-            mine = earned.pop(policy, None)
-            if mine is None:
+            played.setdefault(one.index, {}).setdefault(one.policy, []).append(one)
+        totals, found = self.totals, []
+        for index, players in played.items():
+            own, rewards = players.pop(policy, None), totals[index]
+            if own is None:
                 continue
-            for name, theirs in earned.items():
-                won, drawn, lost = found.get(name, NO_GAMES)
-                if alike([mine, theirs]):
-                    found[name] = (won, drawn + 1, lost)
-                else:
-                    found[name] = (won + (mine > theirs), drawn, lost + (mine < theirs))
+            mine = _mean_of(own, rewards)
+            met = {name: _met(mine, _mean_of(views, rewards), views) for name, views in players.items()}
+            met |= {f"{BOT}{name}": _met(mine, reward) for name, reward in own[0].bots.items()}
+            if met:
+                version = str(min(view.oldest for view in own))
+                found.append(MatchResult(group=self.seq, sample=index, version=version, rewards=rewards, opponents=met))
         return found
+
+    @property
+    def outcomes(self) -> dict[str, Outcomes]:
+        """Return the games of the policy against each other player, of a part that it played (`of`)."""
+        return count_outcomes(self.matches)
 
     @property
     def samples(self) -> int:
@@ -360,6 +366,18 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 def alike(rewards: Sequence[float]) -> bool:
     """Return whether the rewards differ by no more than the rounding of sums: 0.1 + 0.2 is 0.3."""
     return math.isclose(min(rewards), max(rewards), rel_tol=ROUNDING, abs_tol=ROUNDING)
+
+
+def _mean_of(views: Sequence[Trajectory], rewards: Mapping[str, float]) -> float:
+    """Return the mean reward of the seats of these views."""
+    seats = {view.seat for view in views}
+    return math.fsum(rewards[seat] for seat in seats) / len(seats)
+
+
+def _met(mine: float, theirs: float, views: Sequence[Trajectory] = ()) -> Opponent:
+    """Return an opponent that played these views, by the mean rewards of both."""
+    outcome = DRAWN if alike([mine, theirs]) else float(mine > theirs)
+    return Opponent(outcome=outcome, version=str(min(view.oldest for view in views)) if views else "")
 
 
 def together(trajectories: Sequence[Trajectory]) -> tuple[list[Trajectory], dict[str, bytes]]:

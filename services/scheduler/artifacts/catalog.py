@@ -30,7 +30,7 @@ from opentinker.shared.types.core import JobRecord
 from opentinker.shared.types.errors import NotFound
 from opentinker.shared.types.manifest import ADAPTER, MANIFEST, TRAINER_STATE
 
-METRICS = ("metrics.jsonl", "validation.jsonl", "distributions.jsonl", "rows.jsonl")
+METRICS = ("metrics.jsonl", "validation.jsonl", "distributions.jsonl", "rows.jsonl", "matches.jsonl")
 LOG, EVENTS = "logs.jsonl", "events.jsonl"
 """Made when the job is over."""
 EPISODES = ("transcripts", "rollouts")

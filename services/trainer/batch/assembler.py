@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from opentinker.services.trainer.row_plays import plays_of
 from opentinker.shared.data.row_log import RowPlays, added
 from opentinker.shared.types.core import Discard, WeightVersion
-from opentinker.shared.types.pools import Outcomes
+from opentinker.shared.types.match_results import MatchResult
 from opentinker.shared.types.trajectories import Group
 
 
@@ -70,8 +70,8 @@ class Assembler:
     """Groups of equal rewards discarded since the last batch was taken."""
     absent: int = 0
     """Groups without a turn of the policy discarded since the last batch was taken."""
-    uncounted: list[dict[str, Outcomes]] = field(default_factory=list)
-    """Outcomes of groups of equal rewards discarded since the last step: they are results nevertheless."""
+    uncounted: list[MatchResult] = field(default_factory=list)
+    """Matches of groups of equal rewards discarded since the last step: they are results nevertheless."""
     unlogged: dict[int, RowPlays] = field(default_factory=dict)
     """By row, episodes of groups discarded since the last step: they were played nevertheless."""
     overtaken: int = 0
@@ -142,7 +142,7 @@ class Assembler:
                 self.discarded[reason] += 1
                 if reason is Discard.ZERO_VARIANCE:
                     self.barren += 1
-                    self.uncounted.append(group.outcomes)
+                    self.uncounted += group.matches
                 if reason is not Discard.FROM_FUTURE and (plays := plays_of(group, self.solved_at)) is not None:
                     had = self.unlogged.get(plays.row)
                     self.unlogged[plays.row] = plays if had is None else added(had, plays)
@@ -156,8 +156,8 @@ class Assembler:
         found, self.unlogged = self.unlogged, {}
         return list(found.values())
 
-    def pop_uncounted(self) -> list[dict[str, Outcomes]]:
-        """Return the outcomes of groups discarded for the batch that was just trained; each once."""
+    def pop_uncounted(self) -> list[MatchResult]:
+        """Return the matches of groups of equal rewards discarded for the batch that was just trained; each once."""
         found, self.uncounted = self.uncounted, []
         return found
 

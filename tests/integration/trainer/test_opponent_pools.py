@@ -66,7 +66,7 @@ class Life:
             self.step += 1
             self.learner.steps = self.step
             named = {"newest": self.members[-1], "first": self.members[0]}
-            self.pools.count([{f"past@{named.get(member, member)}": one} for member, one in games.items()])
+            self.pools.count({f"past@{named.get(member, member)}": one for member, one in games.items()})
             await self.pools.grow(self.version)
 
     def save(self) -> Manifest:

@@ -1,5 +1,6 @@
 """Matches of two policies while every process and both servers are killed at random: each match is zero-sum to the last
-bit, is trained once by each policy and as the same play, and every policy's ledger balances at every moment.
+bit, is trained once by each policy and as the same play, and every policy's ledger balances at every moment. The
+results of all matches, in matches.jsonl, say so of each, also of those that one policy alone was trained on.
 
 OPENTINKER_MATCHES says how many matches are trained (10,000), OPENTINKER_MATCH_KILLS how often something is killed
 (100); the seed of a run is printed, OPENTINKER_KILL_SEED repeats it.
@@ -113,7 +114,13 @@ async def check(cluster: Cluster, job: str, spec: JobSpec, policy: str) -> dict[
     ledger = await cluster.trained(job, spec, policy)
     assert ledger.running == ledger.pending == 0, ledger
     groups = {}
-    for line in lineage(cluster.lines(part), cluster.manifest(part).resumed):
+    resumed = cluster.manifest(part).resumed
+    results = {line["step"]: line["matches"] for line in lineage(cluster.lines(part, "matches.jsonl"), resumed)}
+    for line in lineage(cluster.lines(part), resumed):
+        matches = results.pop(line["step"])
+        assert Counter(one["group"] for one in matches) == dict.fromkeys(line["seqs"], GROUP_SIZE)
+        for one in matches:
+            assert one["rewards"].keys() == set(POLICIES.values()) and sum(one["rewards"].values()) == 0.0, one
         path = cluster.data / "jobs" / part / "rollouts" / f"{name_of(line['step'])}.jsonl"
         kept = {one["group"]: one for one in map(orjson.loads, path.read_bytes().splitlines())}
         assert kept.keys() == set(line["seqs"]), f"step {line['step']} of {policy}"
@@ -123,6 +130,7 @@ async def check(cluster: Cluster, job: str, spec: JobSpec, policy: str) -> dict[
             assert one["metrics"][BACKER] == -one["metrics"][RIVAL], f"group {number}: {one['metrics']}"
             assert one["metrics"][seat] == one["rewards"][seat], f"group {number} is not of the play that ended"
             groups[number] = rewards
+    assert not results, "results of steps that were not made"
     times = Counter(abs(reward) for rewards in groups.values() for reward in rewards)
     assert set(times.values()) == {1}, "each play of a match has its own stakes: one was trained twice"
     return groups

@@ -10,6 +10,7 @@ import pytest
 
 from opentinker.sdk.evaluation_spec import evaluation_of
 from opentinker.sdk.http import ApiError
+from opentinker.services.rollout_worker.seat_map import SeatMap
 from opentinker.shared.spec import parse_spec
 from opentinker.shared.spec.engines import engines
 from opentinker.shared.spec.policies import pool_spec_of
@@ -127,8 +128,27 @@ def test_a_group_knows_who_won_against_whom() -> None:
     ]
     group = group_of(played)
     own = group.of("")
+    assert [(one.group, one.sample, one.opponents[past].outcome) for one in own.matches] == [
+        *((group.seq, 0, 1.0), (group.seq, 1, 0.5), (group.seq, 2, 0.5), (group.seq, 3, 0.5))
+    ]
+    assert own.matches[1].rewards == {"one": 0.0, "two": 1.0, "three": -1.0}, "of all seats"
+    assert {own.matches[0].version, own.matches[0].opponents[past].version} == {str(own.oldest)}
     assert own.outcomes == {past: (1, 3, 0)}, "means of the seats are compared: 0 and (1 - 1) / 2 are a draw"
     assert {t.policy for t in own.trajectories} == {""} and own.opponents.keys() == {past}
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(own), type=Group).outcomes == own.outcomes
     absent = [t for t in played if t.policy or t.index == 0]
     assert group_of(absent).of("").outcomes == {past: (1, 0, 0)}, "without a turn of the policy there is no result"
+
+
+def test_a_bot_is_an_opponent_whose_rewards_come_with_the_match() -> None:
+    played = [
+        make_trajectory(index=index, reward=reward, bots={"random": theirs, "heads": 0.0})
+        for index, (reward, theirs) in enumerate([(1.0, -1.0), (-1.0, 1.0), (0.0, 0.0)])
+    ]
+    assert group_of(played).of("").outcomes == {"bot:random": (1, 1, 1), "bot:heads": (1, 1, 1)}
+    spec = parse_spec({**BASE, "pools": {}, "seats": {"odd": {"bot": "random"}, "side_*": {"bot": "heads"}}})
+    engine: Any = object()
+    seats = SeatMap.single(spec, engine, engine)
+    paid = {"even": 5.0, "odd": -5.0, "side_1": 1.0, "side_2": 2.0}
+    assert seats.bot_rewards(paid) == {"random": -5.0, "heads": 1.5}
+    assert seats.bot_rewards({"even": 5.0}) == {"random": 0.0, "heads": 0.0}, "paid nothing"
