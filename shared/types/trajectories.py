@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 
 from opentinker.shared.types.core import F32, I32, U8, Ending, Message, StopReason, WeightVersion
-from opentinker.shared.types.pools import Outcomes
 from opentinker.shared.types.match_results import BOT, DRAWN, MatchResult, Opponent, count_outcomes
+from opentinker.shared.types.pools import Outcomes
 
 ROUNDING = 1e-12
 """Rewards that are nearer to each other, absolutely or relatively, are equal."""
