@@ -233,6 +233,11 @@ class Consumer(Generic[T]):
                 async with asyncio.timeout(max(0.0, min(deadline, look_at) - now)):
                     await self._news.wait()
 
+    @property
+    def ready(self) -> int:
+        """Messages that have come and were not taken."""
+        return len(self._ready)
+
     async def settled(self) -> int:
         """Stream sequence up to which everything was delivered and acknowledged; above it, messages may still come.
 

@@ -173,10 +173,11 @@ class _Stars(dict[str, str]):
 
 _JOBS = ("job:*", "jobs:active", "jobs:ending")
 _BEATS = ("worker:*", "workers")
+_SAMPLES = ("tinker:answer:*", "tinker:draw:*", "tinker:waiting:*", "tinker:drawing:*", "tinker:tokens:*")
 REDIS_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     SCHEDULER: (("*",), ()),
     TRAINER: ((*_JOBS, *_BEATS, "adm:*", "spent:*", "tinker:*"), ("leases",)),
-    ROLLOUT: ((*_JOBS, *_BEATS, "adm:*", "circuit:*", "spent:*", "tinker:answer:*"), ("leases",)),
+    ROLLOUT: ((*_JOBS, *_BEATS, "adm:*", "circuit:*", "spent:*", *_SAMPLES), ("leases",)),
     REFERENCE: ((*_JOBS, *_BEATS), ()),
     ENV: (_BEATS, ()),
 }
@@ -201,7 +202,7 @@ _HASHES = ("hget", "hmget", "hgetall", "hkeys", "hset", "hdel", "hincrby", "hinc
 _SETS = ("sadd", "srem", "smembers")
 _COMMANDS: dict[str, tuple[str, ...]] = {
     TRAINER: (*_STRINGS, *_HASHES, *_SETS, "xadd", "multi", "exec", "zadd", "zrem", "zrange", "zrevrange", "mget"),
-    ROLLOUT: (*_STRINGS, *_HASHES, *_SETS, "xadd"),
+    ROLLOUT: (*_STRINGS, *_HASHES, *_SETS, "xadd", "zadd", "zrem", "zcard", "zrange", "incrby"),
     REFERENCE: (*_STRINGS, "hmget", "hgetall", "hset", *_SETS, "xadd"),
     ENV: ("get", "set", "del", *_SETS),
 }

@@ -12,18 +12,14 @@ Redis keys:
     tinker:models:{tenant}      sorted set of model ids by creation time
     tinker:models:of:{job}      set of ids of the models that the job trains
     tinker:progress:{model}     the ModelProgress as JSON
-    tinker:asked:{model}        hash: number of a command -> digest of its body
-    tinker:open:{model}         sorted set of the numbers of commands that have had no answer yet, by themselves
     tinker:sampler:{id}         the Sampler as JSON
     tinker:sampling:{model}     sorted set of ids of samplers that hold weights of the model, by their last use
     tinker:checkpoints:{model}  hash: KIND/NAME -> the TinkerCheckpoint as JSON
     tinker:checkpointed:{tenant}  sorted set of the tenant's checkpoint paths by creation time
     tinker:expiring             sorted set of checkpoint paths by the Unix time at which they expire
-    tinker:answer:{request}     the Answer as JSON; expires
-    tinker:sample:{request}     digest of the body of a request for samples; expires with its answer
     tinker:secret               what URLs of downloads are signed with
-    tinker:counted:{request}    exists if the tokens of its answer were counted; expires
-    tinker:tokens:{job}:{tenant}:{minute}  tokens that the tenant's requests had in this minute; expires
+
+Requests for samples, answers and quotas are in `tinker_requests.py`.
 """
 
 from __future__ import annotations
@@ -31,18 +27,16 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from opentinker.shared.state import tinker_scripts
 from opentinker.shared.state.redis_script import Script
+from opentinker.shared.state.tinker_requests import T, TinkerRequests
 from opentinker.shared.types import codec
-from opentinker.shared.types.errors import Conflict, NotFound, OpenTinkerError
+from opentinker.shared.types.errors import Conflict, NotFound
 from opentinker.shared.types.tinker import (
-    ANSWER_KEPT_S,
-    Answer,
-    Failed,
     ModelProgress,
     Sampler,
     TinkerCheckpoint,
@@ -50,27 +44,16 @@ from opentinker.shared.types.tinker import (
     TinkerSession,
 )
 
-T = TypeVar("T")
 Owned = TypeVar("Owned", TinkerSession, TinkerModel, Sampler, TinkerCheckpoint)
 
-TRAINED = ":train:"
-"""In the id of a model, and not in that of a sampler."""
 BEAT_S = 300
 """A session without heartbeats for this long has ended."""
 
-MAX_WAITING = 256
-"""Commands of a model without an answer."""
 
-
-class TooManyWaiting(OpenTinkerError):
-    """A model has as many commands without an answer as it may."""
-
-
-class TinkerStore:
+class TinkerStore(TinkerRequests):
     def __init__(self, redis: Any) -> None:
-        self._redis = redis
-        self._ask, self._answer = Script(redis, tinker_scripts.ASK), Script(redis, tinker_scripts.ANSWER)
-        self._change, self._take = Script(redis, tinker_scripts.CHANGE), Script(redis, tinker_scripts.TAKE)
+        super().__init__(redis)
+        self._change = Script(redis, tinker_scripts.CHANGE)
         self._add_checkpoint, self._add_sampler = (
             Script(redis, tinker_scripts.ADD_CHECKPOINT),
             Script(redis, tinker_scripts.ADD_SAMPLER),
@@ -157,19 +140,6 @@ class TinkerStore:
     async def progress(self, id: str) -> ModelProgress:
         """Return how the model learns; all is 0 before its first command."""
         return await self._read(ModelProgress, f"tinker:progress:{id}") or ModelProgress()
-
-    async def ask(self, model: str, seq: int, digest: str) -> bool:
-        """Note the body of a command; return whether it is new. Raises Conflict if this number was used with another
-        body, TooManyWaiting if MAX_WAITING commands have no answer yet, unless all of them wait for this one."""
-        known = await self._ask(
-            keys=[f"tinker:asked:{model}", f"tinker:model:{model}", f"tinker:open:{model}"],
-            args=[str(seq), digest, str(MAX_WAITING)],
-        )
-        if not known:
-            raise Conflict(f"seq_id {seq} of model {model} was used for another request")
-        if known == -1:
-            raise TooManyWaiting(f"{MAX_WAITING} commands of model {model} wait; send more when some have an answer")
-        return bool(known == 2)
 
     # --- samplers and checkpoints -------------------------------------------------------------------------------
 
@@ -270,84 +240,6 @@ class TinkerStore:
         args = (f"{checkpoint.kind}/{checkpoint.name}", text, by, checkpoint.path, str(expires))
         return bool(await self._change(keys=[f"tinker:{key}" for key in keys], args=args))
 
-    # --- answers ------------------------------------------------------------------------------------------------
-
-    async def answer(self, answer: Answer) -> bool:
-        """Keep an answer. Return False, and change nothing, if the request has one."""
-        key, (owner, _, number) = f"tinker:answer:{answer.request}", answer.request.partition("#")
-        text = codec.to_json(answer)
-        if TRAINED not in owner:
-            return bool(await self._redis.set(key, text, ex=ANSWER_KEPT_S, nx=True))
-        return bool(await self._answer(keys=[key, f"tinker:open:{owner}"], args=[text, str(ANSWER_KEPT_S), number]))
-
-    async def answered(self, request: str) -> Answer | None:
-        return await self._read(Answer, f"tinker:answer:{request}")
-
-    async def answers_of(self, model: str) -> int:
-        """Return how many of the model's commands have had an answer."""
-        async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.hlen(f"tinker:asked:{model}")
-            pipe.zcard(f"tinker:open:{model}")
-            asked, waiting = await pipe.execute()
-        return int(asked) - int(waiting)
-
-    async def was_answered(self, request: str) -> bool:
-        """Return whether a command that was asked has had its answer, which may have expired since."""
-        model, _, number = request.partition("#")
-        return await self._redis.zscore(f"tinker:open:{model}", number) is None
-
-    async def was_asked(self, request: str) -> bool:
-        """Return whether a request is known, or was within ANSWER_KEPT_S if it is for samples."""
-        owner, _, number = request.partition("#")
-        if TRAINED in owner:
-            return bool(await self._redis.hexists(f"tinker:asked:{owner}", number))
-        return bool(await self._redis.exists(f"tinker:sample:{request}"))
-
-    async def which_answered(self, requests: Sequence[str]) -> set[str]:
-        """Return those of these requests that have an answer."""
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for request in requests:
-                pipe.exists(f"tinker:answer:{request}")
-            found = await pipe.execute()
-        return {request for request, there in zip(requests, found, strict=True) if there}
-
-    async def ask_sample(self, request: str, digest: str) -> Literal["new", "known", "again"]:
-        """Note the body of a request for samples. `again`: it is known, and its answer, which is forgotten, says that
-        it was lost. Raises Conflict if its number was used with another body."""
-        key = f"tinker:sample:{request}"
-        known = await self._redis.set(key, digest, ex=ANSWER_KEPT_S, nx=True, get=True)
-        if known is not None and known != digest:
-            raise Conflict(f"the number of {request} was used for another request")
-        if known is None:
-            return "new"
-        answer = await self.answered(request)
-        if answer is None or not isinstance(answer.result, Failed) or not answer.result.lost:
-            return "known"
-        await self._redis.delete(f"tinker:answer:{request}")
-        return "again"
-
-    # --- tokens a minute ----------------------------------------------------------------------------------------
-
-    async def tokens(self, job: str, tenant: str, minute: int) -> int:
-        """Return how many tokens the tenant's requests to a job had in this minute."""
-        return int(await self._redis.get(f"tinker:tokens:{job}:{tenant}:{minute}") or 0)
-
-    async def take(self, job: str, tenant: str, minute: int, tokens: int, limit: int) -> bool:
-        """Count the tokens of a request; return False, and count nothing, if the limit is reached already."""
-        key = f"tinker:tokens:{job}:{tenant}:{minute}"
-        return bool(await self._take(keys=[key], args=[str(tokens), str(limit)]))
-
-    async def spend(self, job: str, tenant: str, minute: int, tokens: int) -> None:
-        key = f"tinker:tokens:{job}:{tenant}:{minute}"
-        async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.incrby(key, tokens)
-            pipe.expire(key, 120)
-            await pipe.execute()
-
-    async def once(self, request: str) -> bool:
-        """Return True for the first call of a request alone."""
-        return bool(await self._redis.set(f"tinker:counted:{request}", "1", ex=ANSWER_KEPT_S, nx=True))
-
     async def secret(self) -> str:
         """Return what URLs of downloads are signed with, the same for all schedulers."""
         known = await self._redis.get("tinker:secret")
@@ -357,10 +249,6 @@ class TinkerStore:
         return str(known)
 
     # --- helpers ------------------------------------------------------------------------------------------------
-
-    async def _read(self, kind: type[T], key: str) -> T | None:
-        text = await self._redis.get(key)
-        return codec.from_json(kind, text) if text else None
 
     async def _listed(self, kind: type[T], index: str, prefix: str) -> list[T]:
         ids = await self._redis.zrange(index, 0, -1, desc=True)

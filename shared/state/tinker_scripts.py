@@ -1,7 +1,7 @@
-"""Lua scripts of `tinker.py`, executed atomically."""
+"""Lua scripts of `tinker.py` and `tinker_requests.py`, executed atomically."""
 
-# KEYS asked, model, open. ARGV: number, digest, MAX_WAITING. The number that all waiting commands wait for is always
-# admitted.
+# KEYS asked, model, open, tokens. ARGV: number, digest, MAX_WAITING, tokens, limit (empty: they are not counted). The
+# number that all waiting commands wait for is always admitted, as far as the tokens allow.
 ASK = """
 local known = redis.call('HGET', KEYS[1], ARGV[1])
 if known == ARGV[2] then return 1 end
@@ -11,6 +11,11 @@ local waiting = redis.call('ZCARD', KEYS[3])
 if waiting >= tonumber(ARGV[3]) then
   local lowest = tonumber(redis.call('ZRANGE', KEYS[3], 0, 0)[1])
   if number ~= missing or lowest < missing then return -1 end
+end
+if ARGV[5] ~= '' then
+  if tonumber(redis.call('GET', KEYS[4]) or 0) >= tonumber(ARGV[5]) then return -2 end
+  redis.call('INCRBY', KEYS[4], ARGV[4])
+  redis.call('EXPIRE', KEYS[4], 120)
 end
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
 redis.call('ZADD', KEYS[3], ARGV[1], ARGV[1])
@@ -38,11 +43,41 @@ else redis.call('ZREM', KEYS[2], ARGV[4]) end
 return 1
 """
 
-# KEYS tokens. ARGV: tokens, limit
-TAKE = """
-if tonumber(redis.call('GET', KEYS[1]) or 0) >= tonumber(ARGV[2]) then return 0 end
-redis.call('INCRBY', KEYS[1], ARGV[1])
-redis.call('EXPIRE', KEYS[1], 120)
+# KEYS draw, answer, waiting, drawing, tokens. ARGV: request, digest, now, seconds, MAX_WAITING_SAMPLES, tenant, job,
+# minute, tokens of the prompt, tokens in all, limit (empty: they are not counted), 1 for one whose answer is forgotten
+ASK_SAMPLE = """
+local known, again = redis.call('HGET', KEYS[1], 'digest'), ARGV[12] == '1'
+if known and known ~= ARGV[2] then return 0 end
+if known and not again then return 1 end
+redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', tonumber(ARGV[3]) - tonumber(ARGV[4]))
+if redis.call('ZCARD', KEYS[3]) >= tonumber(ARGV[5]) then return -1 end
+if ARGV[11] ~= '' and tonumber(redis.call('GET', KEYS[5]) or 0) >= tonumber(ARGV[11]) then return -2 end
+if again and redis.call('DEL', KEYS[2]) == 0 then return 1 end
+redis.call('HSET', KEYS[1], 'digest', ARGV[2], 'tenant', ARGV[6], 'job', ARGV[7])
+redis.call('ZADD', KEYS[3], ARGV[3], ARGV[1])
+redis.call('ZADD', KEYS[4], redis.call('ZCARD', KEYS[3]), ARGV[6])
+for key = 1, 4 do if key ~= 2 then redis.call('EXPIRE', KEYS[key], ARGV[4]) end end
+if ARGV[11] ~= '' then
+  redis.call('HSET', KEYS[1], 'minute', ARGV[8], 'prompt', ARGV[9], 'reserved', ARGV[10])
+  redis.call('INCRBY', KEYS[5], ARGV[10])
+  redis.call('EXPIRE', KEYS[5], 120)
+end
+return 2
+"""
+
+# KEYS answer, waiting, drawing, tokens of the minute of the request, tokens of this minute. ARGV: answer, seconds,
+# request, tenant, tokens more than were counted (empty: they stay)
+ANSWER_SAMPLE = """
+local kept = redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[2], 'NX')
+redis.call('ZREM', KEYS[2], ARGV[3])
+local waiting = redis.call('ZCARD', KEYS[2])
+if waiting > 0 then redis.call('ZADD', KEYS[3], waiting, ARGV[4]) else redis.call('ZREM', KEYS[3], ARGV[4]) end
+if not kept then return 0 end
+local more = tonumber(ARGV[5] ~= '' and ARGV[5] or '0')
+if more > 0 then
+  redis.call('INCRBY', KEYS[5], ARGV[5])
+  redis.call('EXPIRE', KEYS[5], 120)
+elseif more < 0 and redis.call('EXISTS', KEYS[4]) == 1 then redis.call('INCRBY', KEYS[4], ARGV[5]) end
 return 1
 """
 

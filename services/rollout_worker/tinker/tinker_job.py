@@ -1,8 +1,9 @@
 """Jobs of kind `tinker`: draws the samples that clients of the Tinker API ask for, with the base or with an adapter.
 
-claim loop    consumes SAMPLE; waits for free places; woken by the standing pull
-sample task   loads the adapter that is named, draws the samples side by side, keeps the answer in Redis, produces
-              ANSWERED, then acks the request
+claim loop    consumes SAMPLE; waits for free places, or for a tenant of which no request is here; woken by the
+              standing pull
+sample task   waits for its tenant's turn, loads the adapter that is named, draws the samples side by side, keeps the
+              answer in Redis, produces ANSWERED, then acks the request
 report loop   produces METRIC once a second
 timeline      produces TIMELINE once a second
 """
@@ -11,7 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from itertools import count
 
 import structlog
@@ -21,6 +24,7 @@ from opentinker.services.rollout_worker.engines.base import Completion, Engine, 
 from opentinker.services.rollout_worker.tinker.adapter_cache import AdapterCache
 from opentinker.services.rollout_worker.tinker.adapter_files import AdapterGone, AdapterRefused
 from opentinker.services.rollout_worker.tinker.samples import problem_of, prompt_of, sampled_of, sampling_of
+from opentinker.services.rollout_worker.tinker.turns import Turns
 from opentinker.shared.asyncio_tools import (
     cancel_and_wait,
     forward_exception,
@@ -45,6 +49,19 @@ REPORT_S = 1.0
 MAX_DELIVERIES = 5
 """A request delivered once more is answered with an error: one that kills the engine at every try must come to an
 end. Requests that were in flight with it count too."""
+LOOK_S = 0.05
+"""A worker without a free place looks so often for tenants of which it has no request."""
+BURST = 64
+"""Requests that are taken at a time to find those of such a tenant."""
+MAX_HELD, MAX_HELD_BYTES = 4096, 128 * 2**20
+"""Requests that a worker holds, and bytes of their messages. Only where several tenants wait are there more than its
+places take: others stay in the stream, for other workers."""
+
+
+@dataclass
+class Undrawn:
+    samples: int
+    """Of a request that has begun."""
 
 
 class TinkerJob:
@@ -59,12 +76,12 @@ class TinkerJob:
         self.bus = worker.ctx.bus
         self.store = TinkerStore(worker.ctx.store.redis)
         self.adapters = AdapterCache(engine, spec.tinker.max_adapters, spec.tinker.max_rank)
-        self.places = asyncio.Semaphore(spec.tinker.max_concurrent)
-        """Of samples in the engine."""
-        self.open = 0
-        """Samples of the requests that this worker has taken, and that are not drawn yet."""
+        self.turns = Turns(spec.tinker.max_concurrent)
         self.running = 0
         self.tasks: set[asyncio.Task[None]] = set()
+        self.waiting: set[asyncio.Task[None]] = set()
+        """Those of them that wait for their turn."""
+        self.held_bytes = 0
         self.current: set[str] = set()
         """Ids of the requests that are being carried out."""
         self.place = asyncio.Event()
@@ -87,7 +104,7 @@ class TinkerJob:
             requests = await self.bus.consume(
                 SAMPLE,
                 f"sample-{self.lease.job}",
-                batch=1,  # a request may fill all places: none is taken before there is one
+                batch=BURST,
                 ack_wait_s=self.ack_wait_s,
                 job=self.lease.job,
             )
@@ -104,6 +121,7 @@ class TinkerJob:
                     "engine": self.engine.watch(),
                 }
             )
+            await cancel_and_wait(*self.waiting)
             if self.tasks:
                 log.info("draining", requests=len(self.tasks))
                 await asyncio.wait(self.tasks)
@@ -123,17 +141,28 @@ class TinkerJob:
     async def _claim_loop(self, requests: Consumer[SampleRequest]) -> None:
         """Consumes SAMPLE, starts sample tasks. Returns when the service is stopping or the worker is taken back."""
         while not self.worker.ending:
-            if self.open >= self.spec.tinker.max_concurrent:
-                self.place.clear()
-                await wait_event(self.place, 0.5)
-                continue
-            delivery = await requests.next(0.5, limit=1)
+            limit = 1  # a request may fill all places: none is taken before there is one
+            if self.turns.is_full and not requests.ready:
+                if not (missed := await self._misses_tenants()):
+                    self.place.clear()
+                    await wait_event(self.place, LOOK_S)
+                if not missed or self.worker.ending or not self.turns.is_full:
+                    continue
+                limit = BURST
+            delivery = await requests.next(LOOK_S if self.turns.is_full else 0.5, limit=limit)
             if delivery is None:
                 continue
-            self.open += 1 if delivery.noun is None else max(1, delivery.noun.count)
             task = asyncio.create_task(self._run(delivery))
             self.tasks.add(task)
             task.add_done_callback(self._done)
+            await asyncio.sleep(0)  # the task takes its turn
+
+    async def _misses_tenants(self) -> bool:
+        """Return whether a tenant waits of which there is no request here, and there is room for more: its requests
+        may be behind those of others in the stream."""
+        if len(self.tasks) >= MAX_HELD or self.held_bytes >= MAX_HELD_BYTES:
+            return False
+        return not await self.store.drawing(self.lease.job) <= self.turns.tenants
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self.tasks.discard(task)
@@ -144,15 +173,14 @@ class TinkerJob:
         """One request to its end: its answer is kept; then the request is acked."""
         request = delivery.noun
         id = delivery.key if request is None else request.request
-        left = 1 if request is None else max(1, request.count)
-        is_copy = id in self.current
+        if id in self.current:  # a copy: a report of progress came late. The first one is acked in the end
+            return
         self.current.add(id)
+        self.held_bytes += delivery.size
+        self.meter.counts["serving/requests"] += 1
         try:
-            if is_copy:  # our word that it is in progress came late: it is kept from now on, and acked in the end
-                return
-            self.meter.counts["serving/requests"] += 1
             with structlog.contextvars.bound_contextvars(request=id):
-                async with delivery.held(self.ack_wait_s):
+                async with delivery.held(self.ack_wait_s), self._turn(request) as undrawn:
                     if await self.store.answered(id) is not None:
                         return
                     if request is None:
@@ -161,12 +189,28 @@ class TinkerJob:
                     elif delivery.deliveries > MAX_DELIVERIES:
                         result = _fault(f"{MAX_DELIVERIES} tries came to no end, because workers were lost meanwhile")
                     else:
-                        result = await self._result(request)
+                        result = await self._result(request, undrawn)
                     await self._keep(id, result)
         finally:
-            if not is_copy:
-                self.current.discard(id)
-            self.open -= left
+            self.current.discard(id)
+            self.held_bytes -= delivery.size
+
+    @asynccontextmanager
+    async def _turn(self, request: SampleRequest | None) -> AsyncIterator[Undrawn]:
+        """Wait for the turn of the request's tenant. Samples that were not drawn leave in the end."""
+        tenant, samples = ("", 1) if request is None else (request.tenant, max(1, request.count))
+        task = asyncio.current_task()
+        assert task is not None
+        self.waiting.add(task)
+        try:
+            await self.turns.enter(tenant, samples)
+        finally:
+            self.waiting.discard(task)
+        undrawn = Undrawn(samples)
+        try:
+            yield undrawn
+        finally:
+            self.turns.leave(tenant, undrawn.samples)
             self.place.set()
 
     async def _keep(self, id: str, result: Sampled | Failed) -> None:
@@ -183,10 +227,10 @@ class TinkerJob:
             await self.store.answer(Answer(request=id, result=result))
         await self.bus.emit(ANSWERED, Answered(request=id), job=self.lease.job)
 
-    async def _result(self, request: SampleRequest) -> Sampled | Failed:
+    async def _result(self, request: SampleRequest, undrawn: Undrawn) -> Sampled | Failed:
         """Raises EngineLost."""
         try:
-            return await self._sample(request)
+            return await self._sample(request, undrawn)
         except EngineLost:
             raise
         except AdapterGone as error:
@@ -199,7 +243,7 @@ class TinkerJob:
             log.exception("request_failed")
             return _fault(f"a fault of the server ({type(error).__name__}), which its log describes")
 
-    async def _sample(self, request: SampleRequest) -> Sampled | Failed:
+    async def _sample(self, request: SampleRequest, undrawn: Undrawn) -> Sampled | Failed:
         prompt = prompt_of(request)
         problem = problem_of(
             request,
@@ -211,20 +255,25 @@ class TinkerJob:
         if problem:
             return Failed(error=problem)
         async with self.adapters.holding(request.directory, request.version) as adapter:
-            drawn = [self._draw(request, prompt, index, adapter) for index in range(request.count)]
+            drawn = [self._draw(request, prompt, index, adapter, undrawn) for index in range(request.count)]
             completions = await gather_all(drawn)
         self.meter.counts["serving/prompt_tokens"] += len(prompt)
         return await asyncio.to_thread(sampled_of, request, completions)
 
-    async def _draw(self, request: SampleRequest, prompt: list[int], index: int, adapter: str) -> Completion:
+    async def _draw(
+        self, request: SampleRequest, prompt: list[int], index: int, adapter: str, undrawn: Undrawn
+    ) -> Completion:
         sampling = sampling_of(request, index, self.engine.context_length - len(prompt), adapter)
-        async with self.places:
+        async with self.turns.place(request.tenant):
             self.running += 1
             try:
                 with self.lanes.busy("generation", kind="rollout"):
                     completion = await self.engine.generate(f"tinker-{next(self.numbers)}", prompt, sampling)
             finally:
                 self.running -= 1
+        undrawn.samples -= 1
+        self.turns.leave(request.tenant)
+        self.place.set()
         self.meter.counts["serving/tokens"] += len(completion.ids)
         self.worker.spent["tokens_generated"] += len(completion.ids)
         return completion
@@ -237,7 +286,7 @@ class TinkerJob:
             await sleep(REPORT_S)
             self._tell()
             self.meter.gauges["serving/running"] = self.running
-            self.meter.gauges["serving/waiting"] = max(0, self.open - self.running)
+            self.meter.gauges["serving/waiting"] = max(0, self.turns.open - self.running) + len(self.waiting)
             self.meter.gauges["serving/adapters"] = len(self.adapters)
             self.meter.counts["serving/adapters_loaded"] = self.adapters.loads
             await self.reporter.report()

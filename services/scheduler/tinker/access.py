@@ -9,8 +9,7 @@ import contextlib
 import re
 import shutil
 import time
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path, PurePath
 
@@ -24,10 +23,10 @@ from opentinker.shared.runtime.service import Context
 from opentinker.shared.single_flight import SingleFlight
 from opentinker.shared.spec.tinker import KIND, TinkerSpec
 from opentinker.shared.state.tinker import TinkerStore
+from opentinker.shared.state.tinker_requests import Quota, TokensSpent, TooManyWaiting
 from opentinker.shared.types.core import JobRecord
 from opentinker.shared.types.errors import NotFound, SpecError
 from opentinker.shared.types.tinker import (
-    Sampled,
     Sampler,
     TinkerCheckpoint,
     TinkerModel,
@@ -45,9 +44,15 @@ PATH = re.compile(
 )
 
 
-@dataclass
-class Taken:
-    kept: bool = False
+@contextlib.contextmanager
+def too_many(what: str) -> Iterator[None]:
+    """Around a request that is noted: where it is too many, the client is told to wait. Raises TooMany."""
+    try:
+        yield
+    except TooManyWaiting as error:
+        raise TooMany(f"{what}: {error}", 1.0) from None
+    except TokensSpent as error:
+        raise TooMany(f"tokens: {error}", 60 - time.time() % 60) from None
 
 
 class Access:
@@ -94,29 +99,10 @@ class Access:
         """Return the job, as it was within the last second."""
         return await self._jobs.get(id, partial(self.ctx.store.job, id))
 
-    @contextlib.asynccontextmanager
-    async def tokens(self, tenant: str, job: JobRecord, count: int) -> AsyncIterator[Taken]:
-        """Count the tokens of a request, before it is sent: of requests at the same time, too, none is admitted once
-        the limit is reached. They are given back if `Taken.kept` is not set. Raises TooMany."""
-        limit, now, taken = settings_of(job).tokens_per_minute, time.time(), Taken()
-        minute = int(now // 60)
-        if limit is not None and not await self.store.take(job.id, tenant, minute, count, limit):
-            raise TooMany(f"tokens: {limit} a minute of tenant {tenant} on {job.id}", 60 - now % 60)
-        try:
-            yield taken
-        finally:
-            if limit is not None and count and not taken.kept:
-                await self.store.spend(job.id, tenant, minute, -count)
-
-    async def spend(self, tenant: str, job: JobRecord, tokens: int) -> None:
-        if settings_of(job).tokens_per_minute is not None:
-            await self.store.spend(job.id, tenant, int(time.time() // 60), tokens)
-
-    async def spend_once(self, request: str, tenant: str, job: JobRecord, sampled: Sampled) -> None:
-        """Count the tokens of samples that may be retrieved again."""
-        limited = settings_of(job).tokens_per_minute is not None
-        if limited and await self.store.once(request):
-            await self.spend(tenant, job, sum(len(one.tokens) // 4 for one in sampled.sequences))
+    def quota(self, tenant: str, job: JobRecord) -> Quota:
+        """Return what counts the tokens of the tenant's requests of this minute."""
+        limit = settings_of(job).tokens_per_minute
+        return Quota(job=job.id, tenant=tenant, minute=int(time.time() // 60), limit=limit)
 
     # --- of the tenant --------------------------------------------------------------------------------------------
 

@@ -12,11 +12,9 @@ from typing import Any
 
 import msgspec
 
-from opentinker.services.scheduler.http.errors import TooMany
-from opentinker.services.scheduler.tinker.access import Access
+from opentinker.services.scheduler.tinker.access import Access, too_many
 from opentinker.services.scheduler.tinker.training_data import tokens_in
 from opentinker.shared.messaging.subjects import COMMAND
-from opentinker.shared.state.tinker import TooManyWaiting
 from opentinker.shared.types import codec
 from opentinker.shared.types.core import JobRecord
 from opentinker.shared.types.errors import NotFound, SpecError
@@ -62,24 +60,18 @@ class Commands:
         if size > limit:
             error = f"the request has {size} bytes, and may have {limit}; send fewer or shorter data in one request"
             command = msgspec.structs.replace(command, body=Skip(error=error))
-        if not isinstance(command.body, ForwardBackward):
-            await self._publish(job, command)
-        else:
-            async with self._access.tokens(model.tenant, job, tokens_in(command.body)) as taken:
-                taken.kept = await self._publish(job, command)
+        await self._publish(job, command)
         return {"request_id": command.request, "model_id": model.id}
 
-    async def _publish(self, job: JobRecord, command: Command) -> bool:
-        """Return whether it is new."""
-        store, digest = self._access.store, _digest(command.body)
-        try:
-            new = await store.ask(command.model, command.seq, digest)
-        except TooManyWaiting as error:
-            raise TooMany(f"commands: {error}", 1.0) from None
+    async def _publish(self, job: JobRecord, command: Command) -> None:
+        store, body = self._access.store, command.body
+        tokens = tokens_in(body) if isinstance(body, ForwardBackward) else 0
+        with too_many("commands"):
+            quota = self._access.quota(command.tenant, job)
+            await store.ask(command.model, command.seq, _digest(body), tokens=tokens, quota=quota)
         async with asyncio.timeout(PUBLISH_S):
             await self._bus.publish(COMMAND, command, msg_id=command.request, job=job.id)
         await store.used_model(command.model)
-        return new
 
 
 def _digest(body: Body) -> str:

@@ -12,10 +12,10 @@ from opentinker.services.scheduler.tinker.bodies import FutureBody, read_body
 from opentinker.services.scheduler.tinker.futures import Futures
 from opentinker.services.scheduler.tinker.models_api import queue_of
 from opentinker.shared.security.authorization import Action
-from opentinker.shared.state.tinker import TRAINED
+from opentinker.shared.state.tinker_requests import TRAINED
 from opentinker.shared.types.core import JobRecord, JobState
 from opentinker.shared.types.errors import NotFound
-from opentinker.shared.types.tinker import Answer, Sampled, Sampler, TinkerModel
+from opentinker.shared.types.tinker import Sampler, TinkerModel
 
 HOLD_S = 30.0
 """Time that a request without an answer is held; clients wait for 45 s."""
@@ -39,7 +39,6 @@ class FuturesApi:
         if answer is None:
             job = await self._access.ctx.store.job(owner.job)
             return _ended(job) or await self._try_again(id, owner, job)
-        await self._count(answer, owner)
         return response_of(request, owner.id, answer.result)
 
     async def _owner(self, request: web.Request, id: str) -> TinkerModel | Sampler:
@@ -69,12 +68,6 @@ class FuturesApi:
             why = f"the trainer: {queue}"
         body = {"type": "try_again", "request_id": id, "queue_state": "paused_capacity" if waits else "active"}
         return json_response(body | ({"queue_state_reason": why} if why else {}), status=408)
-
-    async def _count(self, answer: Answer, owner: TinkerModel | Sampler) -> None:
-        """Count the tokens of samples, once."""
-        if isinstance(answer.result, Sampled):
-            job = await self._access.server_or_ended(owner.job)
-            await self._access.spend_once(answer.request, owner.tenant, job, answer.result)
 
 
 def _ended(job: JobRecord) -> web.Response | None:

@@ -16,7 +16,7 @@ from aiohttp import web
 from opentinker.services.scheduler.http.auth import tenant_of
 from opentinker.services.scheduler.http.errors import json_response
 from opentinker.services.scheduler.http.route_decorator import Route
-from opentinker.services.scheduler.tinker.access import Access, base_of, context_of, shown_base
+from opentinker.services.scheduler.tinker.access import Access, base_of, context_of, shown_base, too_many
 from opentinker.services.scheduler.tinker.bodies import (
     MAX_SEQ,
     MIDDLE,
@@ -98,10 +98,11 @@ class SamplingApi:
         job = await self._access.server(sampler.job)
         asked = sample_of(body, f"{sampler.id}#{seq}", tenant_of(request))
         _refuse_large(asked, context_of(job))
-        async with self._access.tokens(sampler.tenant, job, len(asked.prompt) // 4) as taken:
-            digest = hashlib.sha256(codec.encode(asked)).hexdigest()[:24]
-            state = await self._store.ask_sample(asked.request, digest)
-            taken.kept = state == "new"  # the tokens of one that was lost are counted already
+        digest, prompt = hashlib.sha256(codec.encode(asked)).hexdigest()[:24], len(asked.prompt) // 4
+        drawn = asked.count * (_most_tokens(asked, context_of(job)) or 0)
+        with too_many("samples"):
+            quota = self._access.quota(sampler.tenant, job)
+            state = await self._store.ask_sample(asked.request, digest, quota, prompt=prompt, drawn=drawn)
         if state != "known" or await self._store.answered(asked.request) is None:
             await self._publish(asked, sampler, again=state == "again")
         ids = [f"{asked.request}:{number}" for number in range(asked.count)]
@@ -126,7 +127,7 @@ class SamplingApi:
         await self._access.sampler(request, owner)
         if await self._store.was_asked(body.request_id):
             failed = Failed(error="the client has cancelled the request")
-            await self._store.answer(Answer(request=body.request_id, result=failed))
+            await self._store.answer(Answer(request=body.request_id, result=failed), refund=False)
         return json_response({})
 
 
@@ -164,10 +165,14 @@ def _prompt(body: SampleBody) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
 
 def _refuse_large(asked: SampleRequest, context: int | None) -> None:
     """Raise SpecError for an answer that may be too large, as far as it is known without the base's own context."""
-    room = None if context is None else max(1, context - len(asked.prompt) // 4)
-    lengths = [length for length in (asked.params.max_tokens, room) if length is not None]
-    if problem := too_many_cells(asked, min(lengths, default=1)):
+    if problem := too_many_cells(asked, _most_tokens(asked, context) or 1):
         raise SpecError.of("num_samples", asked.count, problem)
+
+
+def _most_tokens(asked: SampleRequest, context: int | None) -> int | None:
+    """Return how many tokens a sample may have; None: the base's own context alone says it."""
+    room = None if context is None else max(1, context - len(asked.prompt) // 4)
+    return min((length for length in (asked.params.max_tokens, room) if length is not None), default=None)
 
 
 def _refuse_unsupported(body: SampleBody) -> None:

@@ -60,7 +60,8 @@ class Sampler:
         directory = str(self.place / name) if name else ""
         ids = np.asarray(prompt, "<i4").tobytes()
         request = SampleRequest(request="r", tenant="t", prompt=ids, directory=directory, version=f"{name}@1", **fields)
-        return await self.job._result(request)
+        async with self.job._turn(request) as undrawn:
+            return await self.job._result(request, undrawn)
 
     async def draw(self, name: str = "", prompt: list[int] = PROMPT, **fields: Any) -> Sampled:
         result = await self.ask(name, prompt, **fields)

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import stat
 from collections.abc import Iterator
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -29,6 +29,7 @@ from opentinker.shared.messaging.subjects import (
     ENV_CHECK,
     KICK,
     LOGINS,
+    ROLLOUT,
     SCHEDULER,
     SERVICES,
     STREAMS,
@@ -36,7 +37,21 @@ from opentinker.shared.messaging.subjects import (
     Call,
 )
 from opentinker.shared.state.store import Store
+from opentinker.shared.state.tinker import TinkerStore
+from opentinker.shared.state.tinker_requests import Quota
 from opentinker.shared.types.env_protocol import EnvCheck, EnvCheckReply
+from opentinker.shared.types.tinker import (
+    Answer,
+    Loaded,
+    LoraShape,
+    ModelProgress,
+    Sampled,
+    Sampler,
+    SampleSequence,
+    TinkerCheckpoint,
+    TinkerModel,
+    TinkerSession,
+)
 from tests.conftest import Figure, Server, free_port, nats_conf, soon, until
 from tests.support.streams import Guarded, comes_in, connected, guarded_nats
 
@@ -217,6 +232,45 @@ async def test_redis_users_have_their_keys(guarded_valkey: Server, guarded: Guar
             cells += 1
     figure(f"Redis: {cells} cells, {allowed} allowed, {cells - allowed} refused")
     assert cells > 200
+
+
+async def test_each_service_of_the_tinker_api_may_do_its_work_in_redis(
+    guarded_valkey: Server, guarded: Guarded
+) -> None:
+    """With each service's own user: one that lacks a command would stop all servers, and `dryrun` sees no scripts."""
+
+    async with AsyncExitStack() as held:
+
+        async def store_of(service: str) -> TinkerStore:
+            password = guarded.access.password("valkey", service)
+            opened = Store.connect(guarded_valkey.url, "test", service, password)
+            return TinkerStore((await held.enter_async_context(opened)).redis)
+
+        gateway, trainer, worker = [await store_of(service) for service in (SCHEDULER, TRAINER, ROLLOUT)]
+        quota = Quota(job="j", tenant="t", minute=1, limit=1000)
+        model = TinkerModel(id="s:train:0", tenant="t", job="j", base="b", lora=LoraShape(rank=1), created=1.0)
+        await gateway.open_session(TinkerSession(id="s", tenant="t", created=1.0))
+        await gateway.add_model(model)
+        assert await gateway.ask(model.id, 0, "digest", tokens=5, quota=quota)
+        assert await trainer.answer(Answer(request=f"{model.id}#0", result=Loaded()))
+        made = TinkerCheckpoint(
+            model=model.id, tenant="t", kind="weights", name="n", base="b", lora=model.lora, created=1.0, size=5, step=1
+        )
+        assert await trainer.add_checkpoint(made) and await trainer.checkpoints(model.id) == [made]
+        sampler = Sampler(id="s:sampler:0", tenant="t", session="s", job="j", base="b", model=model.id, directory="/d")
+        await trainer.add_sampler(sampler)
+        assert await trainer.samplers_of(model.id) == [sampler] and await trainer.is_alive("s")
+        await trainer.forget_use(model.id, [sampler.id])
+        await trainer.set_progress(model.id, ModelProgress(steps=1))
+        for number in range(2):
+            request = f"{sampler.id}#{number}"
+            assert await gateway.ask_sample(request, "digest", quota, prompt=3, drawn=7) == "new"
+            assert await worker.drawing("j") == {"t"} and await worker.answered(request) is None
+            tokens = bytes(4 * 20 * number)
+            drawn = Sampled(sequences=[SampleSequence(stop="stop", tokens=tokens, logprobs=tokens)])
+            assert await worker.answer(Answer(request=request, result=drawn))
+        assert await worker.drawing("j") == set()
+        assert await gateway.remove_checkpoint(made)
 
 
 def test_passwords_are_the_owners_alone_and_stay(tmp_path: Path) -> None:

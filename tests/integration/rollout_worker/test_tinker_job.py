@@ -27,6 +27,7 @@ from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import ToySpec, parse_spec
 from opentinker.shared.state.store import Store
 from opentinker.shared.state.tinker import TinkerStore
+from opentinker.shared.state.tinker_requests import Quota
 from opentinker.shared.types.core import Lease, Pool, WeightVersion
 from opentinker.shared.types.telemetry import MetricPoint
 from opentinker.shared.types.tinker import Answer, Answered, Failed, Sampled, SampleParams, SampleRequest
@@ -78,8 +79,9 @@ class Bench:
 
     async def ask(self, id: str, prompt: list[int] = PROMPT, **fields: Any) -> str:
         params = fields.pop("params", SampleParams(max_tokens=4, seed=1))
-        ids = np.asarray(prompt, "<i4").tobytes()
-        request = SampleRequest(request=f"{self.job}#{id}", tenant="t", prompt=ids, params=params, **fields)
+        ids, tenant = np.asarray(prompt, "<i4").tobytes(), fields.pop("tenant", "t")
+        request = SampleRequest(request=f"{self.job}#{id}", tenant=tenant, prompt=ids, params=params, **fields)
+        await self.answers.ask_sample(request.request, "digest", Quota(job=self.job, tenant=tenant, minute=0))
         await self.bus.publish(SAMPLE, request, request.request, job=self.job)
         return request.request
 
@@ -218,7 +220,7 @@ async def test_no_more_samples_than_allowed_are_in_the_engine(bench: Bench) -> N
     async with bench.serving(engine) as job:
         requests = [await bench.ask(str(number), count=2) for number in range(5)]
         await until(lambda: engine.inside == 3)
-        assert job.open == 4
+        assert job.turns.open == 4
         taken = await bench.bus.js.consumer_info("SAMPLES", f"sample-{bench.job}")
         assert taken.num_ack_pending == 2, "the others are left to other workers"
         engine.gate.set()
@@ -279,6 +281,67 @@ async def test_a_worker_that_is_taken_back_answers_what_it_has_taken_and_leaves_
             assert (await bench.sampled(request)).sequences
 
 
+class OneByOne(Gated):
+    """Draws a sample of the prompt [9] for each permit, and others at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.permits = asyncio.Semaphore(0)
+
+    async def generate(self, request: str, prompt_ids: list[int], sampling: Any, *rest: Any) -> Completion:
+        if prompt_ids == [9]:
+            self.inside += 1
+            await self.permits.acquire()
+            self.inside -= 1
+        return await super().generate(request, prompt_ids, sampling, *rest)
+
+
+@pytest.mark.parametrize("count", [1, 8])
+async def test_the_flood_of_one_tenant_does_not_delay_others(bench: Bench, count: int, tmp_path: Path) -> None:
+    bench.settings["max_concurrent"] = 4
+    engine, flood = OneByOne(), 240 // count
+    loud, quiet = [str(write_adapter(tmp_path / name)) for name in "ab"]
+    for number in range(flood):
+        await bench.ask(f"flood{number}", [9], tenant="loud", count=count, directory=loud, version="1", rank=4)
+    async with bench.serving(engine) as job:
+        await until(lambda: engine.inside == 4)
+        assert not job.waiting, "what one tenant alone asks for is left to other workers"
+        for number in range(3):
+            request = await bench.ask(str(number), [8], directory=quiet, version="1", rank=4)
+            await until(lambda: "t" in job.turns._drawn.tenants)  # it waits for a place
+            engine.permits.release()
+            await bench.sampled(request)
+        assert job.meter.counts["serving/tokens"] and engine.asked == 3 + 3, "three of the flood"
+        for _ in range(flood * count):
+            engine.permits.release()
+        for number in range(flood):
+            await bench.sampled(f"{bench.job}#flood{number}")
+        await until(bench.waiting, lambda found: found == 0)
+        await until(lambda: (job.turns.open, job.turns.tenants, job.held_bytes) == (0, set(), 0))
+    assert engine.asked == 3 + flood * count
+    assert await bench.answers.drawing(bench.job) == set()
+
+
+async def test_a_worker_that_is_taken_back_hands_requests_that_wait_to_others_at_once(bench: Bench) -> None:
+    bench.settings["max_concurrent"] = 2
+    engine = Gated(is_open=False)
+    job = bench.work(engine)
+    life = asyncio.create_task(job.run())
+    requests = [await bench.ask(f"flood{number}", tenant="loud") for number in range(12)]
+    await until(lambda: engine.inside == 2)
+    requests.append(await bench.ask("1"))
+    await until(lambda: len(job.tasks) == 13 and len(job.waiting) == 10)
+    job.worker._leaving.set()
+    await until(lambda: not job.waiting)
+    async with bench.serving(Gated()):
+        for request in requests[2:-1]:
+            assert (await bench.sampled(request)).sequences
+        engine.gate.set()
+        await soon(life)
+        for request in requests:
+            assert (await bench.sampled(request)).sequences
+
+
 async def test_what_a_worker_is_cut_off_from_goes_to_another_at_once(bench: Bench) -> None:
     stuck = Gated(is_open=False)
     async with bench.serving(stuck):
@@ -311,7 +374,7 @@ async def test_a_copy_of_what_is_being_drawn_waits_for_the_answer(bench: Bench) 
         await bench.bus.publish(SAMPLE, copy, f"{request} again", job=bench.job)
         consumer = f"sample-{bench.job}"
         await until(lambda: bench.bus.js.consumer_info("SAMPLES", consumer), lambda info: info.num_ack_pending == 2)
-        await until(lambda: job.open == 1)
+        await until(lambda: job.turns.open == 1)
         engine.gate.set()
         await bench.sampled(request)
         await until(bench.waiting, lambda found: found == 0)

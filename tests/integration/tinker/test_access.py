@@ -8,7 +8,6 @@ import tarfile
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -22,7 +21,7 @@ from opentinker.shared.runtime.service import Context
 from opentinker.shared.security.audit_log import folder, writers
 from opentinker.shared.security.authorization import Role
 from opentinker.shared.types.core import JobState
-from opentinker.shared.types.tinker import Failed, TinkerCheckpoint
+from opentinker.shared.types.tinker import TinkerCheckpoint
 from tests.conftest import NewContext, until
 from tests.integration.tinker.site import BASE, Client, FakeWorkers, checkpoint_of, passes, start_server
 from tests.support.api import Http, new_key_of
@@ -178,25 +177,10 @@ async def test_a_checkpoint_whose_time_is_over_is_gone_with_its_files(
     assert await workers.store.checkpoints(saved.model) == []
 
 
-async def test_tokens_a_minute_are_bounded(user: Client, ctx: Context, workers: FakeWorkers) -> None:
-    job = await start_server(ctx, tokens_per_minute=1000)
-    async with FakeWorkers(ctx, job).work() as bounded:
-        body = {"session_id": await user.session(), "model_seq_id": 0, "base_model": job, "lora_config": {"rank": 4}}
-        model = (await user.result(await user.ok("create_model", **body)))["model_id"]
-        await user.raw("forward_backward", passes(model, 1))
-        await bounded.store.spend(job, "default", int(time.time() // 60), 1000)
-        status, answer = await user.raw("forward_backward", passes(model, 2))
-        if status == 200:  # a new minute has begun
-            await bounded.store.spend(job, "default", int(time.time() // 60), 1000)
-            status, answer = await user.raw("forward_backward", passes(model, 3))
-        assert status == 429 and "1000 a minute" in answer["detail"]
-        assert (await user.post("optim_step", model_id=model, seq_id=9))[0] == 200
-
-
 async def test_too_many_commands_that_wait_are_refused(
     user: Client, workers: FakeWorkers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("opentinker.shared.state.tinker.MAX_WAITING", 3)
+    monkeypatch.setattr("opentinker.shared.state.tinker_requests.MAX_WAITING", 3)
     model = await user.model()
     workers.answers = False
     statuses = [(await user.post("optim_step", model_id=model, seq_id=seq))[0] for seq in range(1, 5)]
@@ -291,27 +275,3 @@ async def test_a_checkpoint_that_was_saved_again_or_kept_longer_does_not_expire(
     await store.add_checkpoint(expired := msgspec.structs.replace(saved, seq=6, expires=time.time() - 1))
     assert await access.remove(expired) and not access.directory(saved).exists()
     assert await store.expired(time.time()) == []
-
-
-async def test_tokens_are_counted_before_a_request_is_sent_and_once(
-    user: Client, ctx: Context, workers: FakeWorkers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = time.time()
-    monkeypatch.setattr("opentinker.services.scheduler.tinker.access.time", SimpleNamespace(time=lambda: now))
-    job, minute = await start_server(ctx, tokens_per_minute=1000), int(now // 60)
-    async with FakeWorkers(ctx, job).work() as bounded:
-        store, session = bounded.store, await user.session()
-        made = await user.ok("create_sampling_session", session_id=session, base_model=job)
-        prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
-        body = {"sampling_session_id": made["sampling_session_id"], "prompt": prompt}
-        bounded.answers = False
-        first = await user.ok("asample", **body, seq_id=0)
-        await bounded.say(first["request_id"], Failed(error="its worker has left", lost=True))
-        for _ in range(2):
-            await user.ok("asample", **body, seq_id=0)
-        assert await store.tokens(job, "default", minute) == 3
-        await store.spend(job, "default", minute, 994)
-        calls = (user.post("asample", **body, seq_id=seq) for seq in range(1, 9))
-        statuses = sorted([status for status, _ in await asyncio.gather(*calls)])
-        assert statuses == [200] + [429] * 7
-        assert await store.tokens(job, "default", minute) == 1000

@@ -1,0 +1,209 @@
+"""Requests of the Tinker API in Redis: which were asked, their answers, how many wait, and how many tokens they had.
+
+Redis keys, beside those of `tinker.py`:
+    tinker:asked:{model}           hash: number of a command -> digest of its body
+    tinker:open:{model}            sorted set of the numbers of commands without an answer, by themselves
+    tinker:answer:{request}        the Answer as JSON; expires
+    tinker:draw:{request}          hash of a request for samples: digest of its body, tenant, job, and, where tokens are
+                                   counted, minute, prompt and reserved tokens; expires with its answer
+    tinker:waiting:{job}:{tenant}  sorted set of the tenant's requests for samples without an answer, by their time
+    tinker:drawing:{job}           sorted set of the tenants that have such requests, by their number
+    tinker:tokens:{job}:{tenant}:{minute}  tokens that the tenant's requests had in this minute; expires
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from opentinker.shared.state import tinker_scripts
+from opentinker.shared.state.redis_script import Script
+from opentinker.shared.types import codec
+from opentinker.shared.types.errors import Conflict, OpenTinkerError
+from opentinker.shared.types.tinker import ANSWER_KEPT_S, Answer, Failed, Sampled
+
+T = TypeVar("T")
+
+TRAINED = ":train:"
+"""In the id of a model, and not in that of a sampler."""
+MAX_WAITING = 256
+"""Commands of a model without an answer."""
+MAX_WAITING_SAMPLES = 1024
+"""Requests for samples of a tenant on one server without an answer."""
+
+
+class TooManyWaiting(OpenTinkerError):
+    """As many requests as allowed have no answer yet."""
+
+
+class TokensSpent(OpenTinkerError):
+    """The requests of this minute have had as many tokens as allowed."""
+
+
+class Quota(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts the tokens of a tenant's requests to a job in one minute."""
+
+    job: str
+    tenant: str
+    minute: int
+    limit: int | None = None
+    """None: they are not counted."""
+
+    @property
+    def key(self) -> str:
+        return f"tinker:tokens:{self.job}:{self.tenant}:{self.minute}"
+
+
+class TinkerRequests:
+    def __init__(self, redis: Any) -> None:
+        self._redis = redis
+        self._ask, self._answer = Script(redis, tinker_scripts.ASK), Script(redis, tinker_scripts.ANSWER)
+        self._ask_sample = Script(redis, tinker_scripts.ASK_SAMPLE)
+        self._answer_sample = Script(redis, tinker_scripts.ANSWER_SAMPLE)
+
+    # --- commands -----------------------------------------------------------------------------------------------
+
+    async def ask(self, model: str, seq: int, digest: str, *, tokens: int = 0, quota: Quota | None = None) -> bool:
+        """Note the body of a command and count its tokens; return whether it is new. A repeated one counts nothing.
+
+        Raises Conflict if this number was used with another body, TooManyWaiting if MAX_WAITING commands have no answer
+        yet, unless all of them wait for this one, TokensSpent if the limit is reached."""
+        counted = quota is not None and quota.limit is not None and tokens > 0
+        known = await self._ask(
+            keys=[f"tinker:asked:{model}", f"tinker:model:{model}", f"tinker:open:{model}",
+                  quota.key if quota else f"tinker:tokens:{model}"],
+            args=[str(seq), digest, str(MAX_WAITING), str(tokens), str(quota.limit) if quota and counted else ""],
+        )  # fmt: skip
+        if not known:
+            raise Conflict(f"seq_id {seq} of model {model} was used for another request")
+        if known == -1:
+            raise TooManyWaiting(f"{MAX_WAITING} commands of model {model} wait; send more when some have an answer")
+        if known == -2:
+            raise TokensSpent(_spent(quota))
+        return bool(known == 2)
+
+    async def answers_of(self, model: str) -> int:
+        """Return how many of the model's commands have had an answer."""
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.hlen(f"tinker:asked:{model}")
+            pipe.zcard(f"tinker:open:{model}")
+            asked, waiting = await pipe.execute()
+        return int(asked) - int(waiting)
+
+    async def was_answered(self, request: str) -> bool:
+        """Return whether a command that was asked has had its answer, which may have expired since."""
+        model, _, number = request.partition("#")
+        return await self._redis.zscore(f"tinker:open:{model}", number) is None
+
+    async def was_asked(self, request: str) -> bool:
+        """Return whether a request is known, or was within ANSWER_KEPT_S if it is for samples."""
+        owner, _, number = request.partition("#")
+        if TRAINED in owner:
+            return bool(await self._redis.hexists(f"tinker:asked:{owner}", number))
+        return bool(await self._redis.exists(f"tinker:draw:{request}"))
+
+    # --- requests for samples -----------------------------------------------------------------------------------
+
+    async def ask_sample(
+        self, request: str, digest: str, quota: Quota, *, prompt: int = 0, drawn: int = 0
+    ) -> Literal["new", "known", "again"]:
+        """Note the body of a request for samples, and count its tokens: those of the prompt, and `drawn`, which the
+        samples may have; its answer corrects them. `again`: it is known, and its answer, which is forgotten, says that
+        it was lost.
+
+        Raises Conflict if its number was used with another body, TooManyWaiting if MAX_WAITING_SAMPLES requests of the
+        tenant have no answer on this server, TokensSpent if the limit is reached."""
+        state = await self._note_sample(request, digest, quota, prompt, drawn, again=False)
+        if state == "new":
+            return "new"
+        answer = await self.answered(request)
+        if answer is None or not isinstance(answer.result, Failed) or not answer.result.lost:
+            return "known"
+        state = await self._note_sample(request, digest, quota, prompt, drawn, again=True)
+        return "again" if state == "new" else "known"
+
+    async def _note_sample(
+        self, request: str, digest: str, quota: Quota, prompt: int, drawn: int, *, again: bool
+    ) -> Literal["new", "known"]:
+        known = await self._ask_sample(
+            keys=[f"tinker:draw:{request}", f"tinker:answer:{request}", *_waiting(quota.job, quota.tenant), quota.key],
+            args=[request, digest, time.time(), ANSWER_KEPT_S, MAX_WAITING_SAMPLES, quota.tenant, quota.job,
+                  quota.minute, prompt, prompt + drawn, "" if quota.limit is None else quota.limit, int(again)],
+        )  # fmt: skip
+        if not known:
+            raise Conflict(f"the number of {request} was used for another request")
+        if known == -1:
+            raise TooManyWaiting(
+                f"{MAX_WAITING_SAMPLES} requests for samples of tenant {quota.tenant} wait on {quota.job}; send more "
+                "when some have an answer, or ask for several samples of a prompt in one request (num_samples)"
+            )
+        if known == -2:
+            raise TokensSpent(_spent(quota))
+        return "new" if known == 2 else "known"
+
+    async def drawing(self, job: str) -> set[str]:
+        """Return the tenants that have requests for samples without an answer on this server."""
+        return set(await self._redis.zrange(f"tinker:drawing:{job}", 0, -1))
+
+    # --- answers ------------------------------------------------------------------------------------------------
+
+    async def answer(self, answer: Answer, *, refund: bool = True) -> bool:
+        """Keep an answer. Return False, and change nothing, if the request has one. The tokens of samples that were not
+        drawn are given back; without `refund` they stay counted."""
+        key, (owner, _, number) = f"tinker:answer:{answer.request}", answer.request.partition("#")
+        text = codec.to_json(answer)
+        if TRAINED in owner:
+            return bool(await self._answer(keys=[key, f"tinker:open:{owner}"], args=[text, str(ANSWER_KEPT_S), number]))
+        draw = f"tinker:draw:{answer.request}"
+        tenant, job, minute, prompt, reserved = await self._redis.hmget(
+            draw, "tenant", "job", "minute", "prompt", "reserved"
+        )
+        if tenant is None:  # nothing is noted of it
+            return bool(await self._redis.set(key, text, ex=ANSWER_KEPT_S, nx=True))
+        change = ""
+        if minute and (refund or isinstance(answer.result, Sampled)):
+            change = str(_tokens_of(answer, int(prompt)) - int(reserved))
+        of_minute = [
+            Quota(job=job, tenant=tenant, minute=one).key for one in (int(minute or 0), int(time.time() // 60))
+        ]
+        return bool(await self._answer_sample(
+            keys=[key, *_waiting(job, tenant), *of_minute],
+            args=[text, ANSWER_KEPT_S, answer.request, tenant, change],
+        ))  # fmt: skip
+
+    async def answered(self, request: str) -> Answer | None:
+        return await self._read(Answer, f"tinker:answer:{request}")
+
+    async def which_answered(self, requests: Sequence[str]) -> set[str]:
+        """Return those of these requests that have an answer."""
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for request in requests:
+                pipe.exists(f"tinker:answer:{request}")
+            found = await pipe.execute()
+        return {request for request, there in zip(requests, found, strict=True) if there}
+
+    async def tokens(self, job: str, tenant: str, minute: int) -> int:
+        """Return how many tokens the tenant's requests to a job had in this minute."""
+        return int(await self._redis.get(Quota(job=job, tenant=tenant, minute=minute).key) or 0)
+
+    async def _read(self, kind: type[T], key: str) -> T | None:
+        text = await self._redis.get(key)
+        return codec.from_json(kind, text) if text else None
+
+
+def _waiting(job: str, tenant: str) -> list[str]:
+    return [f"tinker:waiting:{job}:{tenant}", f"tinker:drawing:{job}"]
+
+
+def _spent(quota: Quota | None) -> str:
+    assert quota is not None
+    return f"{quota.limit} a minute of tenant {quota.tenant} on {quota.job}"
+
+
+def _tokens_of(answer: Answer, prompt: int) -> int:
+    """Return the tokens of a request for samples that has this answer; none if it has failed."""
+    result = answer.result
+    return prompt + sum(len(one.tokens) // 4 for one in result.sequences) if isinstance(result, Sampled) else 0

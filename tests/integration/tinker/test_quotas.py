@@ -1,0 +1,141 @@
+"""Tokens a minute, and the bound of requests for samples that wait."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from opentinker.shared.messaging.bus import StreamFull
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.types.tinker import Answer, Failed
+from tests.integration.tinker.site import Client, FakeWorkers, passes, sampled, start_server
+from tests.integration.tinker.test_sampling import asked, sampler_of
+from tests.support.api import Http, new_key_of
+
+NOW = 1_700_000_000.0
+MINUTE = int(NOW // 60)
+
+
+class Site:
+    """A server with 1000 tokens a minute. Its minute does not end."""
+
+    def __init__(self, user: Client, workers: FakeWorkers) -> None:
+        self.user, self.workers, self.store, self.job = user, workers, workers.store, workers.job
+
+    async def counted(self) -> int:
+        return await self.store.tokens(self.job, "default", MINUTE)
+
+    async def use(self, tokens: int) -> None:
+        await self.workers.ctx.store.redis.incrby(f"tinker:tokens:{self.job}:default:{MINUTE}", tokens)
+
+    async def model(self) -> str:
+        body = {"session_id": await self.user.session(), "base_model": self.job, "lora_config": {"rank": 4}}
+        return str((await self.user.result(await self.user.ok("create_model", **body, model_seq_id=0)))["model_id"])
+
+
+@pytest.fixture
+async def site(user: Client, ctx: Context, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Site]:
+    clock = SimpleNamespace(time=lambda: NOW)
+    for module in ("services.scheduler.tinker.access", "shared.state.tinker_requests"):
+        monkeypatch.setattr(f"opentinker.{module}.time", clock)
+    async with FakeWorkers(ctx, await start_server(ctx, tokens_per_minute=1000)).work() as workers:
+        yield Site(user, workers)
+
+
+async def test_tokens_a_minute_are_bounded(site: Site) -> None:
+    model = await site.model()
+    await site.user.raw("forward_backward", passes(model, 1))
+    await site.use(997)
+    status, answer = await site.user.raw("forward_backward", passes(model, 2))
+    assert status == 429 and "1000 a minute" in answer["detail"]
+    assert (await site.user.post("optim_step", model_id=model, seq_id=2))[0] == 200
+    assert (await site.user.raw("forward_backward", passes(model, 1)))[0] == 200, "it was admitted before"
+
+
+async def test_requests_at_the_same_time_are_counted_before_any_passes(site: Site) -> None:
+    model = await site.model()
+    await site.use(997)
+    calls = [site.user.raw("forward_backward", passes(model, seq)) for seq in range(1, 9)]
+    statuses = sorted([status for status, _ in await asyncio.gather(*calls)])
+    assert statuses == [200] + [429] * 7 and await site.counted() == 1000
+
+
+async def test_a_request_that_could_not_be_sent_is_counted_once(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, publish = await site.model(), type(site.workers.ctx.bus).publish
+    failures = [StreamFull("the stream has no room")] * 2
+
+    async def failing(bus: Any, subject: Any, *of: Any, **more: Any) -> int:
+        if subject.pattern.startswith("command.") and failures:
+            raise TimeoutError from failures.pop()
+        return await publish(bus, subject, *of, **more)
+
+    monkeypatch.setattr(type(site.workers.ctx.bus), "publish", failing)
+    statuses = [(await site.user.raw("forward_backward", passes(model, 1)))[0] for _ in range(4)]
+    assert statuses == [503, 503, 200, 200] and await site.counted() == 3
+
+
+async def test_samples_are_counted_when_they_are_asked_for_and_corrected_when_they_are_drawn(site: Site) -> None:
+    site.workers.answers = False
+    sampler = await sampler_of(site.user, base_model=site.job)
+    body: dict[str, Any] = {"num_samples": 2, "sampling_params": {"max_tokens": 400}}
+    promise = await site.user.ok("asample", **asked(sampler, **body))
+    assert await site.counted() == 3 + 2 * 400, "before any of them is drawn, and before a client reads one"
+    await site.workers.say(promise["request_id"], sampled(site.workers.samples[0]))
+    assert await site.counted() == 3 + 2 * 3
+    for _ in range(2):
+        await site.user.result(promise)
+        await site.user.ok("asample", **asked(sampler, **body))
+    assert await site.counted() == 9, "each request once"
+    calls = [site.user.post("asample", **asked(sampler, seq, **body)) for seq in range(1, 9)]
+    statuses = sorted([status for status, _ in await asyncio.gather(*calls)])
+    assert statuses == [200] * 2 + [429] * 6
+
+
+async def test_longer_samples_than_foreseen_are_counted_too(site: Site) -> None:
+    sampler = await sampler_of(site.user, base_model=site.job)
+    await site.user.result(await site.user.ok("asample", **asked(sampler, num_samples=4)))  # without max_tokens
+    assert await site.counted() == 3 + 4 * 3
+
+
+async def test_samples_that_were_lost_or_failed_count_nothing(site: Site) -> None:
+    site.workers.answers = False
+    sampler = await sampler_of(site.user, base_model=site.job)
+    body = asked(sampler, sampling_params={"max_tokens": 100})
+    promise = await site.user.ok("asample", **body)
+    await site.workers.say(promise["request_id"], Failed(error="its worker has left", lost=True))
+    assert await site.counted() == 0
+    for _ in range(2):
+        await site.user.ok("asample", **body)
+    assert await site.counted() == 103, "again, once"
+    await site.user.ok("cancel_future", request_id=promise["request_id"])
+    assert await site.counted() == 103, "they may have been drawn"
+
+
+async def test_a_tenant_has_a_bound_of_samples_that_wait(
+    user: Client, api: Http, ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("opentinker.shared.state.tinker_requests.MAX_WAITING_SAMPLES", 3)
+    blue = Client(api, await new_key_of(ctx.store, "blue"))
+    async with FakeWorkers(ctx, await start_server(ctx, open_to=["blue"])).work() as workers:
+        workers.answers, store = False, workers.store
+        sampler = await sampler_of(user, base_model=workers.job)
+        answers = await asyncio.gather(*[user.post("asample", **asked(sampler, seq)) for seq in range(8)])
+        waiting = [answer["request_id"] for status, answer in answers if status == 200]
+        refusals = [answer["detail"] for status, answer in answers if status == 429]
+        assert len(waiting) == 3 and len(refusals) == 5
+        assert "3 requests for samples of tenant default wait" in refusals[0] and "num_samples" in refusals[0]
+        await user.ok("asample", **asked(sampler, int(waiting[0].partition("#")[2])))
+        other = await blue.ok("asample", **asked(await sampler_of(blue, base_model=workers.job)))
+        assert await store.drawing(workers.job) == {"default", "blue"}
+        await workers.say(waiting[0], Failed(error="no"))
+        await user.ok("asample", **asked(sampler, 20))
+        assert (await user.post("asample", **asked(sampler, 21)))[0] == 429
+        await user.ok("cancel_future", request_id=waiting[1])
+        await user.ok("asample", **asked(sampler, 21))
+        for request in (waiting[2], f"{sampler}#20", f"{sampler}#21", other["request_id"]):
+            await store.answer(Answer(request=request, result=Failed(error="no")))
+        assert await store.drawing(workers.job) == set()
