@@ -21,6 +21,7 @@ from opentinker.cli import (
     jobs,
     keys,
     logs,
+    metrics,
     models,
     observability,
     rows,
@@ -32,6 +33,7 @@ from opentinker.cli import (
 )
 from opentinker.cli.machine import commands, status
 from opentinker.cli.planning import plan, validate
+from opentinker.cli.shell import completion
 from opentinker.shared.types.errors import OpenTinkerError
 
 app = typer.Typer(
@@ -48,9 +50,9 @@ for command in (
     *(job_list.jobs, job_list.label, job_list.cancel, job_record.job, sweeps.sweep, sweeps.sweeps),
     *(plan.plan, validate.validate, run.run),
     *(artifacts.checkpoints, artifacts.download, artifacts.artifacts, artifacts.delete, artifacts.publish),
-    *(artifacts.unpublish, artifacts.published, rows.rows, models.models, sink.sink, chat.chat),
+    *(artifacts.unpublish, artifacts.published, rows.rows, models.models, metrics.metrics, sink.sink, chat.chat),
     *(observability.rollouts, observability.distributions, observability.usage, observability.why),
-    *(keys.whoami, keys.webhook_secret, keys.share),
+    *(keys.whoami, keys.webhook_secret, keys.share, completion.completion),
 ):
     app.command()(command)
 app.command("eval")(jobs.evaluate)

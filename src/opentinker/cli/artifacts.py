@@ -8,14 +8,28 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from opentinker.cli.common import AsJson, JobId, Policy, Url, UsageError, ago, client, print_found, print_json, say
+from opentinker.cli.common import (
+    PATIENCE_S,
+    AsJson,
+    JobId,
+    Policy,
+    Url,
+    UsageError,
+    ago,
+    client,
+    print_found,
+    print_json,
+    say,
+)
+from opentinker.cli.shell import complete
+from opentinker.cli.views.refresh import refresh
 from opentinker.shared.types.core import part_id
 from opentinker.shared.types.errors import plural
 from opentinker.shared.types.metric_names import opponent_of
 
 if TYPE_CHECKING:
     from opentinker.client import Client
-    from opentinker.shared.api_types import Artifact, Evaluation
+    from opentinker.shared.api_types import Artifact, Evaluation, RegisteredCheckpoint
 
 MAIN = ("val/exact", "val/pass/1", "val/reward/mean")
 """Values of an evaluation of which the first one that it has stands for it in lists."""
@@ -29,7 +43,10 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="Lower-case letters, d
 
 def checkpoints(
     job_id: Annotated[
-        str | None, typer.Argument(metavar="[JOB]", help="Job id; without one, checkpoints of all jobs.")
+        str | None,
+        typer.Argument(
+            metavar="JOB", help="Job id; without one, checkpoints of all jobs.", autocompletion=complete.jobs
+        ),
     ] = None,
     policy: Policy = "",
     sort: Annotated[
@@ -44,6 +61,7 @@ def checkpoints(
     ] = None,
     lora: Annotated[bool | None, typer.Option("--lora/--whole", help="Only adapters, or only whole models.")] = None,
     limit: Annotated[int | None, typer.Option("--limit", "-n", min=1, help="List this many; default 100.")] = None,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh the list until Ctrl-C.")] = False,
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
@@ -56,17 +74,26 @@ def checkpoints(
         "--published": published,
     }
     options |= {"--lora": lora, "--limit": limit}
-    if job_id is not None:
-        if given := [name for name, value in options.items() if value not in (None, [])]:
-            raise UsageError(f"{given[0]} is for the list of all jobs' checkpoints: leave JOB out")
-        _print_checkpoints_of(client(url), job_id, policy, as_json)
-        return
-    if policy:
+    if job_id is not None and (given := [name for name, value in options.items() if value not in (None, [])]):
+        raise UsageError(f"{given[0]} is for the list of all jobs' checkpoints: leave JOB out")
+    if policy and job_id is None:
         raise UsageError("--policy needs a JOB")
     weights: Literal["lora", "whole"] | None = None if lora is None else "lora" if lora else "whole"
-    found = client(url).all_checkpoints(
-        limit or 100, model=model, project=project, tags=tags, published=published, weights=weights, sort=sort
-    )
+    api = client(url, patience_s=PATIENCE_S if watch else 2.0)
+
+    def show() -> None:
+        if job_id is not None:
+            return _print_checkpoints_of(api, job_id, policy, as_json)
+        found = api.all_checkpoints(
+            limit or 100, model=model, project=project, tags=tags, published=published, weights=weights, sort=sort
+        )
+        empty = "no such checkpoint" if any(options.values()) else "no checkpoint yet"
+        _print_all_checkpoints(found, sort or "", as_json, empty)
+
+    refresh(show) if watch else show()
+
+
+def _print_all_checkpoints(found: Sequence[RegisteredCheckpoint], sort: str, as_json: bool, empty: str) -> None:
     rows = [
         [
             one["checkpoint"],
@@ -75,13 +102,12 @@ def checkpoints(
             size_of(one["bytes"]),
             one["weights"] if one["lora_rank"] is None else f"lora, rank {one['lora_rank']}",
             ", ".join(one["published"]) or "-",
-            "\n".join(_evaluated(evaluation, sort or "") for evaluation in one["evaluations"]) or "-",
+            "\n".join(_evaluated(evaluation, sort) for evaluation in one["evaluations"]) or "-",
             " > ".join(one["lineage"]),
         ]
         for one in found
     ]
     columns = ["checkpoint", "job", "created", "size", "weights", "names", "evaluations", "lineage"]
-    empty = "no such checkpoint" if any(options.values()) else "no checkpoint yet"
     print_found(found, as_json, columns, rows, empty=empty)
 
 

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from opentinker.cli.shell import complete
+
 if TYPE_CHECKING:
     from opentinker.client import Client
 
@@ -33,7 +35,12 @@ Url = Annotated[
     typer.Option("--url", envvar="OPENTINKER_URL", help="Server; default: the one running on ./data, else port 8080."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-JobId = Annotated[str, typer.Argument(metavar="JOB", help="Job id, see `opentinker jobs`.")]
+JobId = Annotated[
+    str, typer.Argument(metavar="JOB", help="Job id, see `opentinker jobs`.", autocompletion=complete.jobs)
+]
+JobIds = Annotated[
+    list[str], typer.Argument(metavar="JOB", help="Job ids, see `opentinker jobs`.", autocompletion=complete.jobs)
+]
 Policy = Annotated[str, typer.Option(metavar="NAME", help="One of the job's policies; needed if it has several.")]
 
 OUTPUT: ContextVar[str] = ContextVar("output", default="table")

@@ -3,19 +3,22 @@
 
 from __future__ import annotations
 
+import shutil
+import textwrap
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from opentinker.cli import env_trials, harbor_tasks
-from opentinker.cli.common import AsJson, Url, ago, client, print_found, print_json, print_table, say
+from opentinker.cli.common import AsJson, Url, ago, as_typed, client, print_found, print_json, print_table, say
 from opentinker.cli.serve import serve
+from opentinker.cli.shell import complete
 from opentinker.cli.specs import kind_of, toml_of
 from opentinker.shared.types.errors import plural
 
 PUSH_S = 60.0
-env = typer.Typer(name="env", help="Environments of your own.", no_args_is_help=True)
+env = typer.Typer(name="env", help="Environments: what there is, and those of your own.", no_args_is_help=True)
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="See `opentinker env list`.")]
 
@@ -29,7 +32,7 @@ def push(
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Push a directory with an environment. What has not changed makes no new version."""
+    """Push a directory with an environment. Pushed unchanged, it makes no new version."""
     with client(url, patience_s=PUSH_S) as api:
         pushed = api.push_environment(directory, name)
     if as_json:
@@ -44,12 +47,25 @@ def push(
 
 @env.command("list")
 def list_all(url: Url = None, as_json: AsJson = False) -> None:
-    """Your environments with their newest versions."""
+    """List environments by name: those that are built in, and yours with their newest versions."""
     with client(url) as api:
-        found = api.environments()
-    rows = [[e["name"], e["version"], e["class"], f"{e['bytes'] / 1024:.0f} KB", ago(e["pushed"])] for e in found]
-    columns = ("name", "version", "class", "size", "pushed")
-    print_found(found, as_json, columns, rows, empty="no environments yet: opentinker env push DIR")
+        found = api.all_environments()
+    if as_json:
+        print_json(found)
+        return
+    if found["built_in"]:
+        say("built in:")
+        say(textwrap.fill("  ".join(found["built_in"]), shutil.get_terminal_size().columns, break_on_hyphens=False))
+    else:
+        say("built in: unknown while no env worker runs; docs/environments lists them")
+    say("\nyours:")
+    rows = [
+        [f"upload:{one['name']}", one["version"], one["class"], f"{one['bytes'] / 1024:.0f} KB", ago(one["pushed"])]
+        for one in found["environments"]
+    ]
+    columns = ("name in a spec", "version", "class", "size", "pushed")
+    print_table(columns, rows, empty=f"none yet: {as_typed('env', 'push', 'DIR')} adds one")
+    say(f"\n{as_typed('env', 'about', 'NAME')} shows documentation and settings of one")
 
 
 @env.command()
@@ -64,11 +80,16 @@ def show(name: Name, url: Url = None, as_json: AsJson = False) -> None:
 
 @env.command()
 def about(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="As in a spec: `copy_digits`, `upload:NAME`.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME", help="As in a spec: `copy_digits`, `upload:NAME`.", autocompletion=complete.environments
+        ),
+    ],
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """What its author says of an environment: documentation, settings, scripted players."""
+    """Show an environment's documentation, settings and scripted players."""
     with client(url) as api:
         found = api.describe_environment(name)
     if as_json:

@@ -15,11 +15,16 @@ from typer.core import TyperCommand, TyperGroup
 
 from opentinker import __version__
 from opentinker.cli.common import OUTPUT, as_typed
+from opentinker.cli.shell.synonyms import BELOW, as_ours
 from opentinker.shared.types.errors import NotFound, OpenTinkerError, SpecError
 
 Output = Annotated[
     Literal["table", "json", "yaml"] | None,
     typer.Option("--output", "-o", metavar="table|json|yaml", help="Format of what is printed; json is --json."),
+]
+OutputWithCsv = Annotated[
+    Literal["table", "csv", "json", "yaml"] | None,
+    typer.Option("--output", "-o", metavar="table|csv|json|yaml", help="Format of what is printed; json is --json."),
 ]
 USAGE_ERROR: Any = typer.BadParameter.__mro__[2]
 """ClickException, of the click that typer brings."""
@@ -31,21 +36,20 @@ HEADINGS = {
     "Sweeps": "sweep sweeps",
     "Job specs": "init spec validate plan algorithms",
     "Results": "checkpoints download artifacts delete publish unpublish published rollouts transcripts distributions "
-    "rows models usage sink",
+    "rows models metrics usage sink",
     "Use": "chat env script",
     "Keys": "whoami keys share webhook-secret audit",
-    "Help": "help",
+    "Help": "help completion",
 }
 """Heading -> its commands, in the order in which they are listed."""
-SYNONYMS = {"list": "jobs", "get": "job", "describe": "job"}
-"""Words of other command lines -> the command."""
 WORDS = {
     "url": "URL", "nats_url": "URL", "redis_url": "URL", "host": "ADDRESS", "websocket_host": "ADDRESS",
     "data_dir": "DIR", "folder": "DIR", "port": "PORT", "websocket_port": "PORT", "name": "NAME", "model": "NAME",
     "project": "NAME", "environment": "NAME", "owner": "ID", "tags": "TAG", "add": "TAG", "remove": "TAG",
     "sort": "PROPERTY",
     "tenant": "NAME", "env": "NAME", "role": "ROLE", "scopes": "SCOPE,...", "expires": "DURATION", "grace": "DURATION",
-    "secrets": "PREFIX", "state": "STATE", "kind": "KIND", "level": "LEVEL", "by": "job|day|key", "after": "ID",
+    "secrets": "PREFIX", "states": "STATE", "kinds": "KIND", "source": "NAME", "level": "LEVEL",
+    "by": "job|day|key", "after": "ID",
 }  # fmt: skip
 """Parameter -> what stands for its value in help; others are N if they are numbers, else TEXT."""
 LISTS = {"no job": ("jobs",), "no key": ("keys", "list"), "no environment": ("env", "list"), "no sweep": ("sweeps",)}
@@ -55,8 +59,13 @@ LISTS = {"no job": ("jobs",), "no key": ("keys", "list"), "no environment": ("en
 class CommandGroup(TyperGroup):
     """Commands under headings, whole."""
 
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        return super().get_command(ctx, SYNONYMS.get(cmd_name, cmd_name) if ctx.parent is None else cmd_name)
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if ctx.parent is None:
+            if args == ["version"] and not ctx.resilient_parsing:
+                _print_version(True)
+            return super().resolve_command(ctx, as_ours(args))
+        word = BELOW.get(args[0], "") if args else ""
+        return super().resolve_command(ctx, [word, *args[1:]] if word in self.commands else args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         left = {name: self.commands[name] for name in self.list_commands(ctx)}
@@ -92,11 +101,16 @@ def _with_output(command: Callable[..., Any]) -> Callable[..., Any]:
     def formatted(*, output: str | None, **options: Any) -> Any:
         OUTPUT.set(output or "table")
         if output is not None:
-            options["as_json"] = output != "table"
+            options["as_json"] = output in ("json", "yaml")
+        if has_csv:
+            options["as_csv"] = output == "csv"
         return command(**options)
 
-    own = inspect.Parameter("output", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Output)
+    has_csv = "as_csv" in signature.parameters
+    kind = OutputWithCsv if has_csv else Output
+    own = inspect.Parameter("output", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
     parameters = {**signature.parameters, "output": own}
+    parameters.pop("as_csv", None)
     formatted.__signature__ = signature.replace(parameters=list(parameters.values()))  # type: ignore[attr-defined]
     formatted.__annotations__ = {name: one.annotation for name, one in parameters.items()}
     return formatted
@@ -144,7 +158,7 @@ def root(
 
 def help_(
     ctx: typer.Context,
-    command: Annotated[list[str] | None, typer.Argument(metavar="[COMMAND]...", help="As it is typed.")] = None,
+    command: Annotated[list[str] | None, typer.Argument(metavar="COMMAND", help="As it is typed.")] = None,
 ) -> None:
     """Show the help of a command; without one, all commands."""
     top = ctx.find_root()

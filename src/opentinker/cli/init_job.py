@@ -87,7 +87,7 @@ def job_text(name: str, kind: Kind, source: str, model: str, *, adapter: bool, s
     lines += ["lora = { rank = 16, alpha = 32.0 }"] if adapter else []
     if kind == Kind.rl:
         lines += ["", "[environment]", f"name = {_text(source)}"]
-        lines += ["# config = { }               # its settings: `opentinker env list`, docs/environments"]
+        lines += ["# config = { }               # its settings: `opentinker env about NAME`"]
         lines += ["", "[algorithm]"]
         lines += ['name = "grpo"                # `opentinker algorithms` lists the others']
         lines += ["group_size = 8               # attempts at each task, which are compared with each other"]

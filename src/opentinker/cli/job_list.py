@@ -11,6 +11,7 @@ import typer
 from opentinker.cli.common import (
     PATIENCE_S,
     AsJson,
+    JobIds,
     Url,
     UsageError,
     as_typed,
@@ -22,6 +23,7 @@ from opentinker.cli.common import (
     same_server,
     say,
 )
+from opentinker.cli.shell import complete
 from opentinker.shared.types.core import JobState
 from opentinker.shared.types.errors import Conflict, NotFound, plural
 
@@ -114,7 +116,7 @@ def _counted(states: dict[str, int]) -> str:
 
 
 def label(
-    job_ids: Annotated[list[str], typer.Argument(metavar="JOB...", help="Job ids.")],
+    job_ids: JobIds,
     url: Url = None,
     name: Annotated[str | None, typer.Option("--name", help="New display name, of one job.")] = None,
     project: Annotated[str | None, typer.Option("--project", help='Project; "" takes jobs out of theirs.')] = None,
@@ -141,7 +143,9 @@ def label(
 
 
 def cancel(
-    job_ids: Annotated[list[str] | None, typer.Argument(metavar="[JOB]...", help="Job ids.")] = None,
+    job_ids: Annotated[
+        list[str] | None, typer.Argument(metavar="JOB", help="Job ids.", autocompletion=complete.jobs)
+    ] = None,
     everything: Annotated[bool, typer.Option("--all", help="All your jobs that have not ended.")] = False,
     states: States = None,
     kinds: Kinds = None,

@@ -179,7 +179,9 @@ def events(
     job_id: JobId,
     url: Url = None,
     after: Annotated[str, typer.Option(help="Only events after this event id.")] = "0",
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing until the job ends.")] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", "--watch", "-w", help="Keep printing until the job ends.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Print what happened to a job."""

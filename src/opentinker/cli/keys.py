@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from opentinker.cli.common import AsJson, Url, ago, client, complain, print_found, print_json, say, server_url
+from opentinker.cli.common import AsJson, JobIds, Url, ago, client, complain, print_found, print_json, say, server_url
 from opentinker.shared.types.errors import OpenTinkerError
 
 UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -48,7 +48,7 @@ def webhook_secret(
 
 
 def share(
-    job_ids: Annotated[list[str], typer.Argument(metavar="JOB...", help="Job ids; several are compared.")],
+    job_ids: JobIds,
     expires: Annotated[str, typer.Option(help="For example 12h or 30d; 90d at most.")] = "7d",
     name: Annotated[str, typer.Option(help="A note: who it is for.")] = "",
     url: Url = None,

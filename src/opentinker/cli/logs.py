@@ -32,7 +32,7 @@ def logs(
             "Default: every service here. `-` makes JSON lines from standard input readable.",
         ),
     ] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing new lines.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", "--watch", "-w", help="Keep printing new lines.")] = False,
     lines: Annotated[
         int | None,
         typer.Option("--lines", "-n", help=f"Only the last N lines; default: all of a job, {LINES} of a file.", min=0),

@@ -12,7 +12,7 @@ PASSED_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 def script(
     script: Annotated[str, typer.Argument(help="A Python file.", metavar="SCRIPT")],
-    arguments: Annotated[list[str] | None, typer.Argument(help="The script's own.", metavar="[ARGUMENTS]...")] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(help="The script's own.", metavar="ARGUMENTS")] = None,
 ) -> None:
     """Run a script of the published client's layout: `utils` and `opentinker` are this package's."""
     from opentinker.client.script import run_script

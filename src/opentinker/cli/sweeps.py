@@ -20,11 +20,14 @@ from opentinker.cli.common import (
     complain,
     print_found,
     print_json,
+    print_line,
     print_table,
     rough,
     same_server,
     say,
 )
+from opentinker.cli.shell import complete
+from opentinker.cli.views.refresh import refresh
 from opentinker.sdk.job_text import on_one_line
 from opentinker.shared.types.errors import plural
 
@@ -36,7 +39,9 @@ SWEEP_EXIT = {"running": 0, "succeeded": 0, "failed": 1, "cancelled": 4}
 POLL_S = 2.0
 SHOWN = 20
 BAR = 20
-SweepId = Annotated[str, typer.Argument(metavar="SWEEP", help="Sweep id, see `opentinker sweeps`.")]
+SweepId = Annotated[
+    str, typer.Argument(metavar="SWEEP", help="Sweep id, see `opentinker sweeps`.", autocompletion=complete.sweeps)
+]
 
 
 def sweep(
@@ -73,11 +78,21 @@ def sweep(
 
 def sweeps(
     limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="Show this many, the newest.")] = SHOWN,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh the list until Ctrl-C.")] = False,
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
     """List your sweeps, the newest first."""
-    found = client(url).sweeps(limit)
+    api = client(url, patience_s=PATIENCE_S if watch else 2.0)
+    if watch:
+        refresh(lambda: _print_list(api.sweeps(limit), as_json, as_line=True))
+    _print_list(api.sweeps(limit), as_json)
+
+
+def _print_list(found: Sequence[Mapping[str, Any]], as_json: bool, *, as_line: bool = False) -> None:
+    if as_json and as_line:
+        print_line({"sweeps": found})
+        return
     rows = [
         [
             *(one["id"], on_one_line(one["name"]), one["state"], _progress(one), one["metric"], _best(one)),

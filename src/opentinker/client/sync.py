@@ -140,6 +140,7 @@ class Client:
 
     push_environment = blocking(AsyncClient.push_environment)
     environments = blocking(AsyncClient.environments)
+    all_environments = blocking(AsyncClient.all_environments)
     environment = blocking(AsyncClient.environment)
     describe_environment = blocking(AsyncClient.describe_environment)
     delete_environment = blocking(AsyncClient.delete_environment)

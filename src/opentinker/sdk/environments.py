@@ -51,7 +51,12 @@ class EnvironmentCalls:
 
     async def environments(self) -> list[EnvironmentSummary]:
         """The environments that were pushed to your tenant, with their newest versions."""
-        return (await self._http.json(Environments, "GET", ENVIRONMENTS))["environments"]
+        return (await self.all_environments())["environments"]
+
+    async def all_environments(self) -> Environments:
+        """Return what a job may play by name: `built_in`, names that the env workers offer, and `environments`, what
+        was pushed to your tenant."""
+        return await self._http.json(Environments, "GET", ENVIRONMENTS)
 
     async def environment(self, name: str) -> Environment:
         """A pushed environment with all its versions. Raises ApiNotFound."""

@@ -13,9 +13,16 @@ import typer
 
 from opentinker import __version__
 from opentinker.cli import app
-from opentinker.cli.help_format import HEADINGS, SYNONYMS, name_values
+from opentinker.cli.help_format import HEADINGS, name_values
+from opentinker.cli.jobs import STATE_EXIT
+from opentinker.cli.machine.status import NOTHING_RUNS
+from opentinker.cli.shell import complete
+from opentinker.cli.shell.synonyms import WORDS
+from opentinker.cli.sweeps import SWEEP_EXIT
 from opentinker.local.processes import free_port
 from tests.integration.client.test_cli import environ, typed
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)
@@ -39,17 +46,58 @@ def test_values_have_names_in_the_help_of_every_command() -> None:
     def below(command: object, *path: str) -> None:
         for name, one in getattr(command, "commands", {}).items():
             said = typed("help", *path, name).stdout
-            assert "range>" not in said and "<str>" not in said and "{" not in said.splitlines()[0], said
+            usage = said.splitlines()[0]
+            assert "range>" not in said and "<str>" not in said and "{" not in usage, said
+            assert "[[" not in usage and "....." not in usage and "]...]" not in usage, usage
+            assert all(word.isupper() for word in re.findall(r"(?<=\] )[a-z_]+$", usage)), usage
             below(one, *path, name)
 
     below(top)
     assert "--port PORT" in typed("up", "-h").stdout and "JOB  Job id" in typed("help", "job").stdout
 
 
-def test_usual_words_for_jobs_are_understood() -> None:
-    for word, command in SYNONYMS.items():
-        assert typed(word, "-h").stdout.partition("\n\n")[2] == typed(command, "-h").stdout.partition("\n\n")[2]
-    assert "No such command" in typed("env", "describe").stderr
+def test_words_of_other_command_lines_are_understood() -> None:
+    def shown(*words: str) -> str:
+        return typed(*words, "-h").stdout.partition("\n")[2]
+
+    for word, command in WORDS.items():
+        assert shown(word) == shown(command) != "", word
+    for words, command in (
+        ("get jobs", "jobs"), ("list sweeps", "sweeps"), ("get job j-1", "job"), ("describe sweep s-1", "sweep"),
+        ("checkpoint list", "checkpoints"), ("sweeps ls", "sweeps"), ("list environments", "env list"),
+        ("describe environment copy_digits", "env about"), ("get keys", "keys list"), ("env describe x", "env about"),
+        ("environments ls", "env list"), ("job get j-1", "job"), ("get j-1", "job"),
+    ):  # fmt: skip
+        assert shown(*words.split()) == shown(*command.split()) != "", words
+    assert typed("version").stdout == typed("--version").stdout
+    assert "opentinker jobs [OPTIONS]" in typed("get", "jobs", "-n", "x").stderr
+    assert "No such command" in typed("env", "paint").stderr
+
+
+def test_a_shells_completion_script_is_for_that_shell() -> None:
+    for shell, mark in (("bash", "complete -o"), ("zsh", "#compdef"), ("fish", "complete --command"),
+                        ("powershell", "Register-ArgumentCompleter")):  # fmt: skip
+        script = typed("completion", shell).stdout
+        assert mark in script and f"complete_{shell}" in script and "opentinker" in script, script
+        assert f"opentinker completion {shell}" in (ROOT / "docs/install.md").read_text() or shell == "powershell"
+    assert typed("completion", "csh").returncode == 2
+
+
+def test_nothing_is_offered_while_no_server_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENTINKER_URL", "http://127.0.0.1:1")
+    job = typer.main.get_command(app).commands["job"]  # type: ignore[attr-defined]
+    context = job.make_context("job", ["--url", "http://127.0.0.1:1"], resilient_parsing=True)
+    assert complete.jobs(context, "j-") == complete.environments(context, "") == []
+
+
+def test_the_table_of_exit_statuses_is_that_of_the_commands() -> None:
+    text = (ROOT / "docs/observability.md").read_text()
+    told = {int(code): meaning for code, meaning in re.findall(r"^\| (\d+) \| (.*) \|$", text, re.MULTILINE)}
+    assert told.keys() == {*STATE_EXIT.values(), *SWEEP_EXIT.values(), 2, NOTHING_RUNS, 130}
+    for states in (STATE_EXIT, SWEEP_EXIT):
+        for state, code in states.items():
+            assert state == "running" or f"it has {state}" in told[code] or f"it was {state}" in told[code], state
+    assert "nothing runs" in told[NOTHING_RUNS]
 
 
 def test_version_and_completion() -> None:

@@ -123,7 +123,7 @@ def down(
 
 def access(
     folder: Annotated[
-        Path, typer.Argument(help="Folder to write to; created if missing. Existing passwords are kept.")
+        Path, typer.Argument(metavar="DIR", help="Folder to write to; created if missing. Existing passwords are kept.")
     ],
     websocket_port: Annotated[
         int | None,

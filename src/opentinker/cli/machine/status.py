@@ -3,24 +3,53 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from opentinker.cli.common import DATA_DIR, AsJson, DataDir, Url, as_typed, client, print_json, print_table, say
+from opentinker.cli.common import (
+    DATA_DIR,
+    AsJson,
+    DataDir,
+    Url,
+    as_typed,
+    client,
+    print_json,
+    print_line,
+    print_table,
+    say,
+)
+from opentinker.cli.views.refresh import refresh
 from opentinker.shared.api_types import Queue, Worker
 from opentinker.shared.types.errors import OpenTinkerError
 
+NOTHING_RUNS = 3
+"""Exit status."""
 JOBS = 500
 """The newest ones are counted."""
 ORDER = ("running", "starting", "queued", "paused", "succeeded", "failed", "cancelled")
 
 
-def status(data_dir: DataDir = DATA_DIR, url: Url = None, as_json: AsJson = False) -> None:
+def status(
+    data_dir: DataDir = DATA_DIR,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh it until Ctrl-C.")] = False,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
     """Show what runs here, and the cluster at a glance. Exit status 3 if nothing runs.
 
     Workers by pool, jobs by state, depths of queues, and which job waits for what. With --url: of that server alone.
     """
+    if watch:
+        refresh(lambda: _show(data_dir, url, print_line if as_json else None))
+    if not _show(data_dir, url, print_json if as_json else None):
+        raise typer.Exit(NOTHING_RUNS)
+
+
+def _show(data_dir: Path, url: str | None, print_found: Callable[[Any], None] | None) -> bool:
+    """Print the status as text, or as `print_found` does. Return whether there is a server."""
     from opentinker.local.discovery import is_running, read_state
 
     running = url is None and is_running(data_dir)
@@ -28,8 +57,8 @@ def status(data_dir: DataDir = DATA_DIR, url: Url = None, as_json: AsJson = Fals
     server = url or (state.get("url") if running else None)
     if server is not None:
         state["cluster"] = cluster(server)
-    if as_json:
-        print_json(state)
+    if print_found is not None:
+        print_found(state)
     elif server is None and not running:
         say(f"nothing runs on {data_dir}; start it with: {as_typed('up', '--data-dir', data_dir)}")
     else:
@@ -37,12 +66,11 @@ def status(data_dir: DataDir = DATA_DIR, url: Url = None, as_json: AsJson = Fals
             _show_processes(state, data_dir)
         if server is not None:
             _show_cluster(state["cluster"])
-    if not running and url is None:
-        raise typer.Exit(3)
+    return running or url is not None
 
 
 def free(
-    worker: Annotated[str, typer.Argument(help="As `opentinker status` names it, e.g. rollout-0.")],
+    worker: Annotated[str, typer.Argument(metavar="WORKER", help="As `opentinker status` names it, e.g. rollout-0.")],
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
