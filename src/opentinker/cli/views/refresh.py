@@ -18,7 +18,7 @@ AGE = re.compile(r" *\d+ (?:s|min|h|d)\b(?: ago)?")
 """What changes with time alone."""
 
 
-def refresh(show: Callable[[], None], *, poll_s: float = POLL_S) -> NoReturn:
+def refresh(show: Callable[[], object], *, poll_s: float = POLL_S) -> NoReturn:
     """Call `show` until Ctrl-C, and exit with status 130. On a terminal each output replaces the one before; in a pipe
     it is printed when more than an age has changed."""
     try:
@@ -36,7 +36,7 @@ def refresh(show: Callable[[], None], *, poll_s: float = POLL_S) -> NoReturn:
         raise typer.Exit(130) from None
 
 
-def _in_place(show: Callable[[], None], poll_s: float) -> NoReturn:
+def _in_place(show: Callable[[], object], poll_s: float) -> NoReturn:
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text
@@ -62,7 +62,7 @@ class _Paper(io.StringIO):
         return self._is_terminal
 
 
-def _printed(show: Callable[[], None], out: TextIO | None) -> str:
+def _printed(show: Callable[[], object], out: TextIO | None) -> str:
     with contextlib.redirect_stdout(_Paper(out)) as paper:
         show()
     return paper.getvalue()
