@@ -14,12 +14,9 @@ from opentinker.services.trainer.distributed.member_ranks import host_ranks
 from opentinker.services.trainer.distributed.rank_connections import RankLost
 from opentinker.services.trainer.distributed.rank_listener import RankListener
 from opentinker.services.trainer.distributed.trainer_group import formed, leads, spec_of_group
-from opentinker.services.trainer.joint_progress import JointProgress
+from opentinker.services.trainer.job_training import close, train
 from opentinker.services.trainer.learners.base import SimulatedLearner
-from opentinker.services.trainer.rl_loop import TrainerJob
 from opentinker.services.trainer.shared_service import serve_shared
-from opentinker.services.trainer.supervised_loop import SupervisedJob
-from opentinker.shared.asyncio_tools import cancel_and_wait, finish_uncancelled
 from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec
@@ -55,22 +52,17 @@ async def work(worker: LeasedWorker, lease: Lease, spec: JobSpec) -> None:
 
 
 async def _train(worker: LeasedWorker, lease: Lease, spec: JobSpec, listener: RankListener | None) -> None:
-    specs = {policy: spec_of(spec, policy) for policy in spec.policies or ("",)}
     for part in parts_of(lease.job, list(spec.policies)):
         root = worker.ctx.settings.data_dir / "jobs" / part / "checkpoints"
         worker.leftovers.append(checkpoint.orphan_pattern(root, lease.epoch))
     async with AsyncExitStack() as held:
         held.callback(_release)
-        learners = []
-        for own in specs.values():
-            learners.append(await asyncio.to_thread(make_learner, spec_of_group(own, lease), listener))
-            held.push_async_callback(_close, learners[-1])
-        if spec.kind == "rl":
-            joint = JointProgress.of(spec)
-            each = zip(specs.items(), learners, strict=True)
-            await train_all([TrainerJob(worker, lease, own, learner, name, joint) for (name, own), learner in each])
-        else:
-            await SupervisedJob(worker, lease, spec, learners[0]).run()
+        learners = {}
+        for policy in spec.policies or ("",):
+            own = spec_of_group(spec_of(spec, policy), lease)
+            learners[policy] = await asyncio.to_thread(make_learner, own, listener)
+            held.push_async_callback(close, learners[policy])
+        await train(worker, lease, spec, learners)
 
 
 def _release() -> None:
@@ -79,24 +71,6 @@ def _release() -> None:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-
-
-async def _close(learner: Any) -> None:
-    """Close without being cancellable: if it were cancelled before a thread is free, other ranks would keep running."""
-    await finish_uncancelled(asyncio.to_thread(learner.close))
-
-
-async def train_all(jobs: list[TrainerJob]) -> None:
-    """Train every policy of a job until all have ended. One that fails ends the others, which save what they have."""
-    running = [asyncio.create_task(job.run()) for job in jobs]
-    first: set[asyncio.Task[None]] = set()
-    try:
-        first, _ = await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)
-    finally:
-        await cancel_and_wait(*running)
-    for task in sorted(running, key=lambda task: task not in first):  # what went wrong in the others came of that
-        if not task.cancelled() and (error := task.exception()) is not None:
-            raise error
 
 
 def make_learner(spec: JobSpec, listener: RankListener | None = None) -> Any:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import shutil
-from collections.abc import AsyncIterator
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from typing import TYPE_CHECKING, Self
 
 import structlog
@@ -23,6 +24,8 @@ from opentinker.shared.durable_files import local_path
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.engines import MAX_SHARED_RANK, bank_of
+from opentinker.shared.spec.policies import spec_of
+from opentinker.shared.types.core import Lease
 from opentinker.shared.types.errors import JobFailed, OpenTinkerError
 
 if TYPE_CHECKING:
@@ -50,6 +53,8 @@ class SharedBase:
         self._opening: asyncio.Task[BankLoop] | None = None
         """Loads the base, or has loaded it."""
         self._jobs = 0
+        self._ended_leads: defaultdict[tuple[str, int], asyncio.Event] = defaultdict(asyncio.Event)
+        """By job and epoch, for the other places of its group."""
         self.cpu = CpuShares()
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -66,9 +71,24 @@ class SharedBase:
         """Wait for ever; raises what the bank's loop has raised."""
         await self._failed
 
+    @contextmanager
+    def leading(self, lease: Lease) -> Iterator[None]:
+        """Train the job of a lease, in all places of its group."""
+        ended = self._ended_leads[lease.job, lease.epoch]
+        try:
+            yield
+        finally:
+            ended.set()
+            del self._ended_leads[lease.job, lease.epoch]
+
+    async def until_ended(self, lease: Lease) -> None:
+        """Wait for the end of `leading` for the lease's job."""
+        await self._ended_leads[lease.job, lease.epoch].wait()
+
     @asynccontextmanager
     async def bank_for(self, job: str, spec: JobSpec) -> AsyncIterator[BankLoop]:
-        """Yield the bank of the job's base once it is loaded. Raises JobFailed."""
+        """Yield the bank of the job's base once it is loaded: of its policies' base, which is one. Raises JobFailed."""
+        spec = spec_of(spec, next(iter(spec.policies), ""))
         loop: BankLoop | None = None
         while loop is None:
             loop = await self._join(job, spec)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from opentinker.services.trainer.cpu_shares import CpuShare
-from opentinker.services.trainer.rl_loop import TrainerJob
+from opentinker.services.trainer.distributed.trainer_group import leads
+from opentinker.services.trainer.job_training import close, train
 from opentinker.services.trainer.shared_base import SharedBase
-from opentinker.services.trainer.supervised_loop import SupervisedJob
-from opentinker.shared.asyncio_tools import finish_uncancelled, gather_all
+from opentinker.shared.asyncio_tools import gather_all
 from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.runtime.service import Context, first_failure
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.engines import bank_of
+from opentinker.shared.spec.policies import spec_of
 from opentinker.shared.types.core import Lease, Pool
 from opentinker.shared.types.errors import JobFailed, OpenTinkerError
 
@@ -32,7 +34,7 @@ async def serve_shared(ctx: Context) -> None:
     async with SharedBase(ctx) as shared:
 
         async def work(worker: LeasedWorker, lease: Lease, spec: JobSpec) -> None:
-            await _train(shared, worker, lease, spec)
+            await _work(shared, worker, lease, spec)
 
         names = [f"{ctx.worker}.{number}" for number in range(ctx.settings.bank_jobs)]
         workers = [
@@ -49,19 +51,28 @@ async def serve_shared(ctx: Context) -> None:
         await first_failure({"jobs": serve_all(), "bank": shared.failure()})
 
 
-async def _train(shared: SharedBase, worker: LeasedWorker, lease: Lease, spec: JobSpec) -> None:
+async def _work(shared: SharedBase, worker: LeasedWorker, lease: Lease, spec: JobSpec) -> None:
     base = bank_of(spec.model_dump())
     if not base:
         raise JobFailed("resources.trainer is 'own', and this trainer shares its base; set bank_jobs = 0 for it")
     worker.tell({"base": base})
-    with shared.cpu.job(worker.ctx.worker) as share:
-        async with shared.bank_for(lease.job, spec) as bank:
-            if spec.kind == "tinker":
-                await _serve_clients(bank, share, worker, lease, spec)
-                return
-            name = f"{lease.job}.{lease.epoch}"
-            share.tokens = lambda: bank.passed[name]
-            await _train_in(bank, name, worker, lease, spec)
+    try:
+        if not leads(lease):
+            await worker.status("ready", job=lease.job, epoch=lease.epoch)
+            await shared.until_ended(lease)
+            return
+        with shared.leading(lease), shared.cpu.job(worker.ctx.worker) as share:
+            async with shared.bank_for(lease.job, spec) as bank:
+                await _serve_or_train(bank, share, worker, lease, spec)
+    finally:
+        worker.tell({})
+
+
+async def _serve_or_train(bank: BankLoop, share: CpuShare, worker: LeasedWorker, lease: Lease, spec: JobSpec) -> None:
+    if spec.kind == "tinker":
+        await _serve_clients(bank, share, worker, lease, spec)
+    else:
+        await _train(bank, share, worker, lease, spec)
 
 
 async def _serve_clients(bank: BankLoop, share: CpuShare, worker: LeasedWorker, lease: Lease, spec: JobSpec) -> None:
@@ -69,24 +80,21 @@ async def _serve_clients(bank: BankLoop, share: CpuShare, worker: LeasedWorker, 
 
     job = TinkerJob(worker, lease, spec, bank)
     share.tokens = lambda: job.tokens
-    try:
-        await job.run()
-    finally:
-        worker.tell({})
+    await job.run()
 
 
-async def _train_in(bank: BankLoop, name: str, worker: LeasedWorker, lease: Lease, spec: JobSpec) -> None:
+async def _train(bank: BankLoop, share: CpuShare, worker: LeasedWorker, lease: Lease, spec: JobSpec) -> None:
+    """Train each policy of the job with an adapter, which is a tenant of the bank."""
     from opentinker.services.trainer.bank.job_adapter import JobAdapter
 
-    learner = _learners()[spec.kind](spec, JobAdapter(bank, name))
-    try:
-        if spec.kind == "rl":
-            await TrainerJob(worker, lease, spec, learner).run()
-        else:
-            await SupervisedJob(worker, lease, spec, learner).run()
-    finally:
-        await finish_uncancelled(asyncio.to_thread(learner.close))
-        worker.tell({})
+    names = {policy: ".".join(filter(None, [lease.job, str(lease.epoch), policy])) for policy in spec.policies or ("",)}
+    share.tokens = lambda: sum(bank.passed[name] for name in names.values())
+    async with AsyncExitStack() as held:
+        learners = {}
+        for policy, name in names.items():
+            learners[policy] = _learners()[spec.kind](spec_of(spec, policy), JobAdapter(bank, name))
+            held.push_async_callback(close, learners[policy])
+        await train(worker, lease, spec, learners)
 
 
 def _learners() -> dict[str, type]:

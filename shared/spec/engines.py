@@ -4,6 +4,7 @@ frozen checkpoints and pools. And which jobs may share a trainer."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from opentinker.shared.spec.model import ModelSpec
@@ -22,6 +23,7 @@ LIVE_VERSIONS = 6
 MAX_SHARED_RANK = 64
 """Largest rank of an adapter whose job shares a trainer."""
 SHARED = "resources.trainer = 'shared'"
+OWN = "take resources.trainer = 'own'"
 EMBEDDINGS = ("lm_head", "embed_tokens")
 """Layers that share their weights in many models."""
 MAX_ADAPTERS_AT_ONCE = 64
@@ -142,7 +144,16 @@ def bank_of(spec: Mapping[str, Any]) -> str:
 
 def base_of(spec: Mapping[str, Any]) -> str:
     """Return how the base of a shared trainer for this stored spec is called."""
-    return f"{spec['model']['base']} in {spec['model']['dtype']}"
+    return base_name(trained_models(spec)[0])
+
+
+def base_name(model: Mapping[str, Any]) -> str:
+    return f"{model['base']} in {model['dtype']}"
+
+
+def trained_models(spec: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return [model] of each policy of a stored spec, or of the job's one."""
+    return [own["model"] for own in (spec.get("policies") or {}).values()] or [spec["model"]]
 
 
 def may_share(spec: JobSpec) -> bool:
@@ -156,25 +167,48 @@ def settle_shared(spec: JobSpec) -> list[dict[str, Any]]:
 
 
 def _unshareable(spec: JobSpec) -> list[dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    """By setting: one that all policies have from the job is reported once."""
+    own_specs = {name: spec_of(spec, name) for name in spec.policies or ("",)}
+    (first, shared), *_ = own_specs.items()
+    for name, own in own_specs.items():
+        wrong = _unshareable_adapter(own)
+        for setting in ("base", "dtype"):
+            value, common = getattr(own.model, setting), getattr(shared.model, setting)
+            if value != common:
+                problem = f"must be {common!r}, as policy {first!r} has it, with which this one shares its base; {OWN}"
+                wrong.append((f"model.{setting}", value, problem))
+        for field, value, problem in wrong:
+            of_policy = any(_setting(other, field) != _setting(spec, field) for other in own_specs.values())
+            place = f"policies.{name}.{field.removeprefix('resources.')}" if of_policy else field
+            found.setdefault(place, mistake(place, value, f"{problem} ({SHARED})"))
+    return list(found.values())
+
+
+def _setting(spec: JobSpec, field: str) -> Any:
+    return reduce(lambda part, name: getattr(part, name, None), field.split("."), spec)
+
+
+def _unshareable_adapter(spec: JobSpec) -> list[tuple[str, Any, str]]:
+    """Return field, value and problem of each mistake in a job with one policy."""
     model, train, lora = spec.model, spec.train, spec.model.lora
-    own = "take resources.trainer = 'own'"
     critic = spec.kind == "rl" and spec.algorithm.advantage == "gae" and spec.value_model is None
     targets = [] if lora is None or isinstance(lora.target_modules, str) else lora.target_modules
     embeddings = [target for target in targets if target.rpartition(".")[2] in EMBEDDINGS]
     wrong: list[tuple[bool, str, Any, str]] = [
         (spec.kind not in ("rl", "sft", "dpo"), "resources.trainer", "shared", f"does not apply to kind {spec.kind!r}"),
-        (bool(spec.policies), "policies", sorted(spec.policies), f"cannot share a trainer yet; {own}"),
         (lora is None, "model.lora", None, "is needed: jobs share the base model and train an adapter each"),
         (lora is not None and lora.rank > MAX_SHARED_RANK, "model.lora.rank", lora and lora.rank,
-         f"is above {MAX_SHARED_RANK}, the most here; {own}"),
+         f"is above {MAX_SHARED_RANK}, the most here; {OWN}"),
         (lora is not None and lora.dropout > 0, "model.lora.dropout", lora and lora.dropout, "must be 0"),
-        (bool(embeddings), "model.lora.target_modules", embeddings, f"are embeddings, which jobs share; {own}"),
-        (model.fp32_head, "model.fp32_head", True, f"would change the base of other jobs; {own}"),
-        (train.gradient_checkpointing, "train.gradient_checkpointing", True, f"would change that of others; {own}"),
-        (train.deterministic, "train.deterministic", True, f"needs a trainer that nothing else runs on; {own}"),
+        (bool(embeddings), "model.lora.target_modules", embeddings, f"are embeddings, which jobs share; {OWN}"),
+        (model.fp32_head, "model.fp32_head", True, f"would change the base of other jobs; {OWN}"),
+        (train.gradient_checkpointing, "train.gradient_checkpointing", True, f"would change that of others; {OWN}"),
+        (train.deterministic, "train.deterministic", True, f"needs a trainer that nothing else runs on; {OWN}"),
         (train.learner != "torch", "train.learner", train.learner, "trains no adapter"),
-        (critic, "algorithm.advantage", "gae", f"trains a critic, which is a whole model; set [value_model], or {own}"),
-        (spec.resources.ranks > 1, "resources.trainer_ranks", spec.resources.ranks, f"must be 1; {own}"),
-        (spec.resources.trainer_gpus > 0, "resources.trainer_gpus", spec.resources.trainer_gpus, f"must be 0; {own}"),
+        (critic, "algorithm.advantage", "gae",
+         f"trains a critic, which is a whole model; {'' if spec.policies else 'set [value_model], or '}{OWN}"),
+        (spec.resources.ranks > 1, "resources.trainer_ranks", spec.resources.ranks, f"must be 1; {OWN}"),
+        (spec.resources.trainer_gpus > 0, "resources.trainer_gpus", spec.resources.trainer_gpus, f"must be 0; {OWN}"),
     ]  # fmt: skip
-    return [mistake(field, value, f"{problem} ({SHARED})") for bad, field, value, problem in wrong if bad]
+    return [(field, value, problem) for bad, field, value, problem in wrong if bad]

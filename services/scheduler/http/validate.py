@@ -32,7 +32,7 @@ from opentinker.shared.data.dry_run_policies import of_policies, policies
 from opentinker.shared.messaging.env_client import EnvClient
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.security.authorization import Action
-from opentinker.shared.spec import JobSpec, parse_spec
+from opentinker.shared.spec import JobSpec, ModelSpec, parse_spec
 from opentinker.shared.spec.rollout import ELSEWHERE
 from opentinker.shared.spec.seats import bots_of
 from opentinker.shared.spec.sweeps.children import SubmittedSpec, Sweep, parse_sweep
@@ -105,8 +105,12 @@ async def report_on(ctx: Context, data: Any, tenant: str, scope: str = "all") ->
 
 async def _placed(ctx: Context, spec: JobSpec) -> JobSpec:
     """Return the spec with its trainer chosen, as it would be submitted."""
-    base = await on_disk(ctx, resolved_base, spec.model.base)
-    placed = spec.model_copy(update={"model": spec.model.model_copy(update={"base": base})})
+
+    async def resolved(model: ModelSpec) -> ModelSpec:
+        return model.model_copy(update={"base": await on_disk(ctx, resolved_base, model.base)})
+
+    own = {name: one.model_copy(update={"model": await resolved(one.model)}) for name, one in spec.policies.items()}
+    placed = spec.model_copy(update={"model": await resolved(spec.model), "policies": own})
     trainer = await choose_trainer(ctx, placed, placed.model_dump(mode="json"))
     return placed.model_copy(update={"resources": spec.resources.model_copy(update={"trainer": trainer})})
 

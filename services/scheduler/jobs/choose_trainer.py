@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,14 +13,14 @@ from opentinker.services.scheduler.placement.shared_bases import shared_bases
 from opentinker.shared.data.model_families import VISION_FAMILIES
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.spec.engines import base_of, may_share
+from opentinker.shared.spec.engines import base_of, may_share, trained_models
 
 
 async def choose_trainer(ctx: Context, spec: JobSpec, plain: Mapping[str, Any]) -> str:
     """Return `shared` or `own`. `plain`: the spec with resolved paths.
 
-    Shared, if the job can share a trainer, and a shared one with a free place trains its base; or trains nothing, and
-    the base is a local model that is known to go there.
+    Shared, if the job can share a trainer, and a shared one with free places for its policies trains their base; or
+    trains nothing, and the base is a local model that is known to go there.
     """
     if spec.resources.trainer != "auto":
         return spec.resources.trainer
@@ -28,9 +29,10 @@ async def choose_trainer(ctx: Context, spec: JobSpec, plain: Mapping[str, Any]) 
         return "own"
     leases = await ctx.store.leases()
     waits_since = time.time() - ctx.settings.queue_reserve_after_s
-    bases, unopened = shared_bases(workers, leases, await ctx.store.active_jobs(), waits_since)
-    taken = {lease.worker for lease in leases} | {worker.id for worker in workers if worker.job is not None} | unopened
-    free = {base for worker, base in bases.items() if worker not in taken}
-    config = await on_disk(ctx, check_model.config_of, plain["model"]["base"])
+    bases, kept = shared_bases(workers, leases, await ctx.store.active_jobs(), waits_since)
+    taken = {lease.worker for lease in leases} | {worker.id for worker in workers if worker.job is not None} | kept
+    places = Counter((worker.bank, bases[worker.id]) for worker in workers if worker.id not in taken)
+    free = {base for (_, base), count in places.items() if count >= max(1, len(spec.policies))}
+    config = await on_disk(ctx, check_model.config_of, trained_models(plain)[0]["base"])
     fits_empty = bool(config) and config.get("model_type") not in VISION_FAMILIES
     return "shared" if base_of(plain) in free or ("" in free and fits_empty) else "own"

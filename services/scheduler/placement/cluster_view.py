@@ -17,6 +17,7 @@ from opentinker.services.scheduler.placement.trainer_groups import (
     group_in,
     rank_need,
     shape_of,
+    shared_need,
 )
 from opentinker.services.scheduler.placement.types import (
     GB,
@@ -32,7 +33,6 @@ from opentinker.services.scheduler.placement.types import (
     Slot,
 )
 from opentinker.shared.runtime.leased_worker import RELEASE_TIMEOUT_S
-from opentinker.shared.spec.engines import bank_of
 from opentinker.shared.spec.frozen_models import is_scored
 from opentinker.shared.tenant_limits import TenantLimits
 from opentinker.shared.types.core import JobRecord, JobState, Lease, Pool, WorkerInfo
@@ -154,9 +154,13 @@ class Cluster:
         free = {pool: [w.id for w in alive[pool] if w.id not in self._leases and _is_idle(w)] for pool in LEASED}
         counted = {pool: [w.id for w in alive[pool] if w.id not in self._overdue] for pool in LEASED}
         busy = {w.id for w in ours if w.id not in self._leases and not _is_idle(w) and w.status != "draining"}
-        bases, unopened = shared_bases(ours, self._leases.values(), jobs, now - rules.reserve_after_s)
-        gpus = {w.id: described(w.gpus, w.max_ranks, bases.get(w.id)) for w in ours if w.gpus or w.max_ranks or w.bank}
-        free[Pool.TRAINER] = [id for id in free[Pool.TRAINER] if id not in unopened]
+        bases, kept = shared_bases(ours, self._leases.values(), jobs, now - rules.reserve_after_s)
+        gpus = {
+            w.id: described(w.gpus, w.max_ranks, bases.get(w.id), w.bank)
+            for w in ours
+            if w.gpus or w.max_ranks or w.bank
+        }
+        free[Pool.TRAINER] = [id for id in free[Pool.TRAINER] if id not in kept]
         gpus |= {id: slot.gpus for id, slot in on_their_way.items() if slot.gpus != NO_GPUS}
         winding_down = {worker.job for worker in ours if worker.job is not None}
         absent = {pool: not found for pool, found in alive.items()}
@@ -182,7 +186,7 @@ class Cluster:
             jobs=[self._job(job, now, winding_down, absent, rules, shape) for job in jobs],
             free=free,
             alive=counted_or_new,
-            coming={pool: [id for id in counted[pool] if id in busy or id in unopened] + new[pool] for pool in LEASED},
+            coming={pool: [id for id in counted[pool] if id in busy or id in kept] + new[pool] for pool in LEASED},
             gpus=gpus,
             shared_gpus=shared,
             leases=[
@@ -223,13 +227,13 @@ class Cluster:
         resources = job.spec["resources"]
         pools = POOLS.get(job.kind, (Pool.TRAINER,))
         needs, gpus, ranks = dict[Pool, int](), dict[Pool, Need](), 0
-        if Pool.TRAINER in pools:
+        if Pool.TRAINER in pools and (places := shared_need(job.spec)) is not None:
+            needs[Pool.TRAINER], gpus[Pool.TRAINER] = places.places, places
+        elif Pool.TRAINER in pools:
             need = rank_need(job.spec)
             shape = shape_of_group(job, need)
             needs[Pool.TRAINER] = shape.trainers
-            if base := bank_of(job.spec):
-                gpus[Pool.TRAINER] = Need(base=base)
-            elif (each := need.need(shape)) is not None:
+            if (each := need.need(shape)) is not None:
                 gpus[Pool.TRAINER] = each
             ranks = 0 if (shape.ranks, shape.trainers) == (need.ranks, 1) else shape.ranks
         if Pool.ROLLOUT in pools:

@@ -8,17 +8,25 @@ from collections import Counter
 
 from opentinker.services.scheduler.placement import planner
 from opentinker.services.scheduler.placement.cluster_view import Cluster
-from opentinker.services.scheduler.placement.gpu_matching import ANY, described
+from opentinker.services.scheduler.placement.gpu_matching import ANY, FreeWorkers, GpuMatcher
 from opentinker.services.scheduler.placement.operator_limits import view_of
 from opentinker.services.scheduler.placement.quotas import Used, over_quota
 from opentinker.services.scheduler.placement.shortages import with_gpus
-from opentinker.services.scheduler.placement.types import OTHER_TENANTS, UNLIMITED, ClusterView, PlannedJob, Start
+from opentinker.services.scheduler.placement.types import (
+    LEASED,
+    OTHER_TENANTS,
+    UNLIMITED,
+    ClusterView,
+    Counts,
+    PlannedJob,
+    Start,
+)
 from opentinker.shared.api_types import Check
 from opentinker.shared.data.dry_run import check
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.frozen_models import is_scored
-from opentinker.shared.types.core import JobRecord, JobState, Pool, WorkerInfo
+from opentinker.shared.types.core import JobRecord, JobState, Pool
 from opentinker.shared.types.env_protocol import SERVED
 from opentinker.shared.types.errors import plural
 
@@ -36,19 +44,23 @@ async def forecast_start(ctx: Context, spec: JobSpec, tenant: str) -> list[Check
     view = await view_of(ctx, cluster, [*active, candidate])
     (job,) = (job for job in view.jobs if job.id == CANDIDATE)
     ahead = sum(one.state == JobState.QUEUED for one in active)
-    return [*_pools(spec, job, workers, free), await _queue(ctx, view, job, ahead)]
-
-
-def _pools(spec: JobSpec, job: PlannedJob, workers: list[WorkerInfo], unused: list[WorkerInfo]) -> list[Check]:
+    matcher = GpuMatcher(view.gpus, view.shared_gpus)
+    suit, unused = (
+        FreeWorkers(matcher, {pool: [worker.id for worker in some if worker.pool == pool] for pool in LEASED}).count(
+            job
+        )
+        for some in (workers, free)
+    )
     alive = Counter(worker.pool for worker in workers)
+    return [*_pools(spec, job, alive, suit, unused), await _queue(ctx, view, job, ahead)]
+
+
+def _pools(spec: JobSpec, job: PlannedJob, alive: Counts, suit: Counts, unused: Counts) -> list[Check]:
+    """`suit`, `unused`: suitable workers of the pools from which it needs its own."""
     checks = []
     for pool, least in job.needs.items():
         need, most = job.gpus.get(pool, ANY), spec.resources.rollout_workers if pool == Pool.ROLLOUT else least
-        fit = [
-            sum(w.pool == pool and described(w.gpus, w.max_ranks).suit(need) for w in some)
-            for some in (workers, unused)
-        ]
-        checks.append(_leased(f"{pool} workers{with_gpus(need)}", least, most, *fit))
+        checks.append(_leased(f"{pool} workers{with_gpus(need)}", least, most, suit[pool], unused[pool]))
     shared = [Pool.ENV] if spec.environment.name and not spec.environment.name.startswith(SERVED) else []
     shared += [Pool.REFERENCE] if is_scored(spec.model_dump()) else []
     return checks + [_leased(f"{pool} workers", 1, 1, alive[pool], alive[pool]) for pool in shared]

@@ -1,6 +1,9 @@
 """Matches workers to jobs by GPUs, and by the base model of trainers that jobs share: workers with the same are one
 kind, and placement counts kinds. Plain memory.
 
+The trainers of a process that jobs share are one kind, since they have its base in common. The first job in an unused
+process decides on the base: what it leaves is free again when the base is known.
+
 A worker that suits is chosen in this order: the fewest GPUs, so that what needs none goes where there are none; then
 those whose GPUs NVLink joins, or that are on one NUMA node, as far as the job has ranks for them; then the least
 memory, then the least room for ranks.
@@ -54,15 +57,35 @@ class GpuMatcher:
         return [worker for worker in workers if self.kind(worker) in suiting]
 
     def is_group(self, job: PlannedJob, pool: Pool) -> bool:
-        """Return whether the job needs several trainers, on GPUs that some may share."""
-        several = pool == Pool.TRAINER and job.needs.get(pool, 0) > 1
-        return bool(several and self.shared and job.gpus.get(pool, ANY).gpus)
+        """Return whether the job needs several trainers that not any will do for: on GPUs that some may share, or of
+        one process."""
+        if pool != Pool.TRAINER or job.needs.get(pool, 0) < 2:
+            return False
+        need = job.gpus.get(pool, ANY)
+        return need.places > 1 or bool(self.shared and need.gpus)
+
+    def divides_gpus(self, job: PlannedJob, pool: Pool) -> bool:
+        """Return whether trainers that share a GPU count once for the job."""
+        return self.is_group(job, pool) and job.gpus[pool].gpus > 0
 
     def added(self, workers: Sequence[str], job: PlannedJob, pool: Pool, next_to: Sequence[str]) -> Sequence[str]:
         """Return those of these workers of a pool that suit the job; of a group's trainers only those that share no GPU
-        with each other and with `next_to`."""
+        with each other and with `next_to`, or that are in one process with them."""
         found = self.those(workers, job, pool)
-        return apart(found, self.shared, next_to) if self.is_group(job, pool) else found
+        if not self.is_group(job, pool):
+            return found
+        if (places := job.gpus[pool].places) > 1:
+            return self._together(found, places, next_to)
+        return apart(found, self.shared, next_to)
+
+    def _together(self, workers: Iterable[str], places: int, next_to: Sequence[str]) -> list[str]:
+        """Return those in the process of `next_to`, or else in the first one with that many places, or with most."""
+        found: dict[str, list[str]] = {}
+        for worker in workers:
+            found.setdefault(self.kinds[self.kind(worker)].bank, []).append(worker)
+        if next_to:
+            return found.get(self.kinds[self.kind(next_to[0])].bank, [])
+        return max(found.values(), key=lambda some: min(len(some), places), default=[])
 
     def least_first(self, workers: Iterable[str]) -> list[str]:
         """Return the workers, those with fewer GPUs first and otherwise in the given order."""
@@ -72,8 +95,11 @@ class GpuMatcher:
 class FreeWorkers:
     """Workers by pool and kind, each kind in the order in which they were put in."""
 
-    def __init__(self, matcher: GpuMatcher, workers: Mapping[Pool, Iterable[str]]) -> None:
-        self._matcher = matcher
+    def __init__(
+        self, matcher: GpuMatcher, workers: Mapping[Pool, Iterable[str]], later: FreeWorkers | None = None
+    ) -> None:
+        """`later`: gets what is left of an unused process when some of it are taken."""
+        self._matcher, self._later = matcher, later
         self._workers: dict[Pool, list[deque[str]]] = {}
         for pool in LEASED:
             if len(matcher.kinds) == 1:
@@ -105,13 +131,25 @@ class FreeWorkers:
             group = self.group(job, next_to)[:most]
             for worker in group:
                 self._workers[pool][self._matcher.kind(worker)].remove(worker)
+            self._close(pool, group)
             return group
         taken: list[str] = []
         for number in self._matcher.suiting(job, pool):
             there = self._workers[pool][number]
             while there and len(taken) < most:
                 taken.append(there.popleft())
+        self._close(pool, taken)
         return taken
+
+    def _close(self, pool: Pool, taken: Sequence[str]) -> None:
+        """Leave the rest of unused processes to the jobs of the base that it is for now."""
+        if self._later is None or not self._matcher.has_banks:
+            return
+        for number in {self._matcher.kind(worker) for worker in taken}:
+            if self._matcher.kinds[number].base == "":
+                rest, self._workers[pool][number] = self._workers[pool][number], deque()
+                for worker in rest:
+                    self._later.put(pool, worker)
 
     def group(self, job: PlannedJob, next_to: Sequence[str] = ()) -> list[str]:
         """Return trainers that the job may have together and with `next_to`; none if it needs no group."""
@@ -153,12 +191,12 @@ def shared_gpus(gpus: Mapping[str, Sequence[Gpu]]) -> dict[str, frozenset[str]]:
     return {worker: own for worker, own in found.items() if own}
 
 
-def described(found: Sequence[Gpu], ranks: int = 0, base: str | None = None) -> Gpus:
-    """Return a worker's GPUs in the planner's types. `ranks`: the most that it takes of a job; 0: any number. `base`:
-    see Gpus."""
+def described(found: Sequence[Gpu], ranks: int = 0, base: str | None = None, bank: str = "") -> Gpus:
+    """Return a worker's GPUs in the planner's types. `ranks`: the most that it takes of a job; 0: any number. `base`,
+    `bank`: see Gpus."""
     ranks = ranks or ANY_RANKS
     if not found:
-        return Gpus(ranks=ranks, base=base)
+        return Gpus(ranks=ranks, base=base, bank=bank)
     first, *others = order = nearest(found)
     return Gpus(
         memory=tuple(gpu.memory for gpu in order),
@@ -166,11 +204,12 @@ def described(found: Sequence[Gpu], ranks: int = 0, base: str | None = None) -> 
         near=1 + sum(gpu.numa == first.numa >= 0 for gpu in others),
         ranks=ranks,
         base=base,
+        bank=bank,
     )
 
 
-def _size(kind: Gpus) -> tuple[int, tuple[int, ...], int, str]:
-    return len(kind.memory), kind.memory, kind.ranks, kind.base or ""
+def _size(kind: Gpus) -> tuple[int, tuple[int, ...], int, str, str]:
+    return len(kind.memory), kind.memory, kind.ranks, kind.base or "", kind.bank
 
 
 def _order(kind: Gpus, need: Need) -> tuple[bool, int, bool, bool, tuple[int, ...], int]:

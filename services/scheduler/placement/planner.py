@@ -85,9 +85,10 @@ class _Planning:
         self.waiting: dict[str, str] = {}
         self.matcher = matcher = GpuMatcher(view.gpus, view.shared_gpus)
         self.size = {pool: len(view.alive.get(pool, ())) for pool in LEASED}
-        self.alive, self.free = FreeWorkers(matcher, view.alive), FreeWorkers(matcher, view.free)
         self.coming = FreeWorkers(matcher, view.coming)
         """Workers that will be free soon and are not assigned."""
+        self.alive = FreeWorkers(matcher, view.alive)
+        self.free = FreeWorkers(matcher, view.free, later=self.coming)
         self.reserve: Reservation | None = None
         self.tenants: dict[str, TenantState] = {}
         self.begun: dict[str, RunningJob] = {}

@@ -165,7 +165,7 @@ class Reconciler:
         afterwards."""
         if (leaving := self.watch.leaving_group(cluster.leases_of(job.id, Pool.TRAINER), cluster)) is not None:
             with _log_if_ended(job.id):
-                detail = {"why": f"{leaving.worker}, which has some of its ranks, was told to stop"}
+                detail = {"why": f"{leaving.worker}, one of its trainers, was told to stop"}
                 return await self._back_to_queue(job, cluster, "requeued", detail)
         for lease in cluster.leases_of(job.id):
             if not cluster.holds(lease):  # gone with the rest of its group

@@ -14,11 +14,11 @@ UNCLEAR = "?"
 def shared_bases(
     workers: Iterable[WorkerInfo], leases: Iterable[Lease], jobs: Sequence[JobRecord], waits_since: float
 ) -> tuple[dict[str, str], set[str]]:
-    """Return the base of each worker in such a process (`Gpus.base`), and those to which nothing may be given yet.
+    """Return the base of each worker in such a process (`Gpus.base`), and those to which nothing may be given: a new
+    process may have begun to report in the place of one that has died with all of its workers.
 
-    The first job of a process decides which base it loads: until then one worker of it alone may have a job. If a job
-    of another base is in the queue since before `waits_since`, the process with the fewest jobs gets no more of them,
-    and is for that base when they have ended.
+    If a job of another base is in the queue since before `waits_since`, the process with the fewest jobs gets no more
+    of them, and is for that base when they have ended.
     """
     wanted = {job.id: bank_of(job.spec) for job in jobs}
     lost = _lost_bases(jobs, leases := list(leases), wanted)
@@ -27,7 +27,7 @@ def shared_bases(
     for worker in workers:
         if worker.bank:
             processes.setdefault(worker.bank, []).append(worker)
-    bases, unopened = dict[str, str](), set[str]()
+    bases = dict[str, str]()
     of_process = {name: _base_of(members, leased, wanted) for name, members in processes.items()}
     due = _due_base(jobs, wanted, of_process.values(), waits_since)
     drained = _drained(processes, leased, of_process, {job.id for job in jobs if job.kind in ENDLESS}) if due else ""
@@ -38,11 +38,9 @@ def shared_bases(
         elif not base and due:
             base, due, drained = due, "", ""
         bases |= {one.id: base for one in members}
-        if not base:
-            unopened |= {one.id for one in members[1:]}
-    if drained:
-        unopened |= {one.id for one in processes[drained] if one.id not in leased}
-    return bases, unopened
+    replaced = [members for members in processes.values() if len({(one.host, one.pid) for one in members}) > 1]
+    kept = [*replaced, *([processes[drained]] if drained else [])]
+    return bases, {one.id for members in kept for one in members if one.id not in leased}
 
 
 def _base_of(members: Sequence[WorkerInfo], leased: Mapping[str, Lease], wanted: Mapping[str, str]) -> str:

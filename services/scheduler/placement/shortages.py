@@ -27,7 +27,8 @@ def called(pool: Pool, need: Need | None = None, count: int = 1) -> str:
 def with_gpus(need: Need) -> str:
     """Describe the GPUs, the room, or the base that a worker needs; empty if none of them."""
     if need.base:
-        return f" for jobs that share {need.base} (setting bank_jobs)"
+        together = f"; {need.places} places of one process" if need.places > 1 else ""
+        return f" for jobs that share {need.base} (setting bank_jobs{together})"
     if not need.gpus:
         return f" with room for {need.ranks} ranks" if need.ranks > 1 else ""
     count = "a GPU" if need.gpus == 1 else f"{need.gpus} GPUs"
@@ -64,7 +65,7 @@ def too_few(job: PlannedJob, alive: Counts, free: Counts, matcher: GpuMatcher) -
     few = [pool for pool in small if alive[pool]]
     counts = [
         f"{job.needs[p]} {called(p, job.gpus.get(p), job.needs[p])} ({alive[p]} of them running"
-        f"{', as trainers that share a GPU count once' if matcher.is_group(job, p) else ''})"
+        f"{', as trainers that share a GPU count once' if matcher.divides_gpus(job, p) else ''})"
         for p in few
     ]
     rest = {pool: n for pool, n in missing(job.needs, free).items() if pool not in few}

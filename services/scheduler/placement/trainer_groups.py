@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from opentinker.services.scheduler.placement.types import GB, Gpus, Need
+from opentinker.shared.spec.engines import bank_of
 from opentinker.shared.types.core import Lease, WorkerInfo
 from opentinker.shared.types.trainer_group import RankShare
 
@@ -68,6 +69,13 @@ def rank_need(spec: Mapping[str, Any]) -> RankNeed:
     return RankNeed(ranks, min(least, ranks), len(policies) > 1, bool(gpus), memory)
 
 
+def shared_need(spec: Mapping[str, Any]) -> Need | None:
+    """Return what a job needs of a trainer that jobs share: one with a place for each policy. None: it trains alone.
+    `spec`: as it is stored."""
+    base = bank_of(spec)
+    return Need(base=base, places=max(1, len(spec.get("policies") or ()))) if base else None
+
+
 def choose_shape(need: RankNeed, free: Sequence[Gpus], alive: Sequence[Gpus], *, patient: bool) -> Shape:
     """Return the shape to start with: of all ranks if trainers for them are free; else, unless `patient`, of as many as
     free trainers have room for; else the one to wait for."""
@@ -111,10 +119,11 @@ def _fit(need: RankNeed, rooms: Sequence[int], ranks: int) -> Shape | None:
 
 
 def group_of(trainers: Sequence[WorkerInfo], ranks: int) -> tuple[RankShare, ...]:
-    """Divide the ranks among these trainers, the first of which leads; `ranks` 0: one trainer, as its spec says."""
-    if not ranks:
+    """Divide the ranks among these trainers, the first of which leads; `ranks` 0: one trainer, as its spec says, or
+    places of a shared one."""
+    if not ranks and len(trainers) < 2:
         return ()
-    each, more = divmod(ranks, len(trainers))
+    each, more = divmod(ranks or len(trainers), len(trainers))
     return tuple(RankShare(one.id, one.incarnation, each + (place < more)) for place, one in enumerate(trainers))
 
 

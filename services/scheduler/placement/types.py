@@ -44,6 +44,8 @@ class Gpus(msgspec.Struct, frozen=True):
     base: str | None = None
     """Base model that its jobs share (`spec.engines.bank_of`), empty before the first of them; None: it trains one job
     alone."""
+    bank: str = ""
+    """Process in which it is one of several that share a base."""
 
     def suit(self, need: Need) -> bool:
         if (self.base is None) != (not need.base) or (self.base and self.base != need.base):
@@ -65,6 +67,8 @@ class Need(msgspec.Struct, frozen=True):
     """Ranks that it must have room for."""
     base: str = ""
     """Base model that the job shares with others; empty: it trains alone."""
+    places: int = 1
+    """Trainers of one process that the job needs: with a shared base, one for each policy."""
 
 
 class Slot(msgspec.Struct, frozen=True):

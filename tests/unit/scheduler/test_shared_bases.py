@@ -10,7 +10,8 @@ import pytest
 from opentinker.services.scheduler.placement.cluster_view import Cluster
 from opentinker.services.scheduler.placement.planner import plan
 from opentinker.services.scheduler.placement.shared_bases import UNCLEAR
-from opentinker.services.scheduler.placement.types import Gpus, Need, PlacementPlan, Rules, Start
+from opentinker.services.scheduler.placement.trainer_groups import group_of
+from opentinker.services.scheduler.placement.types import AddTrainers, Gpus, Need, PlacementPlan, Preempt, Rules, Start
 from opentinker.shared.runtime.worker_info import worker_info
 from opentinker.shared.spec.engines import bank_of
 from opentinker.shared.types.core import JobRecord, JobState, Lease, Pool, WorkerInfo
@@ -36,6 +37,13 @@ def record(id: str, base: str, state: JobState = JobState.QUEUED, shared: bool =
         id=id, name=id, kind="sft", tenant="t", state=state, version=1, epoch=1, created=1.0, updated=1.0, step=0,
         steps=1, reason="", spec=spec.model_dump(mode="json"),
     )  # fmt: skip
+
+
+def game(id: str, base: str, policies: int, state: JobState = JobState.QUEUED, **changes: Any) -> JobRecord:
+    """A job with several policies, each an adapter of the base; no rollout workers are needed here."""
+    plain = record(id, base, state)
+    own = {f"p{n}": {"model": plain.spec["model"]} for n in range(policies)}
+    return msgspec.structs.replace(plain, spec={**plain.spec, "policies": own}, **changes)
 
 
 def leases(job: str, worker: WorkerInfo) -> Lease:
@@ -145,3 +153,86 @@ def test_the_process_with_the_fewest_jobs_is_kept_for_another_base_unless_one_of
     assert chosen(placed(found, [*running, *waiting], has, now=LONG)) == {"j-9": "trainer-0.2"}
     endless = [*running[:2], msgspec.structs.replace(running[2], kind="tinker")]
     assert chosen(placed(found, [*endless, *waiting], has, now=LONG)) == {"j-9": "trainer-1.1"}
+
+
+def all_chosen(found: PlacementPlan) -> dict[str, tuple[str, ...]]:
+    return {one.job: one.workers for one in found.decisions if isinstance(one, Start | AddTrainers)}
+
+
+def test_policies_get_all_their_places_in_one_process_or_none() -> None:
+    one, other = workers("shared-0", jobs=2), workers("shared-1")
+    running = record("j-1", "a", JobState.RUNNING)
+    taken = [leases("j-1", one[0])]
+    assert all_chosen(placed([*one, *other], [running, game("j-2", "a", 2)], taken)) == {
+        "j-2": ("shared-1.0", "shared-1.1"),
+    }, "the place that is left in the first does not count"  # fmt: skip
+    found = placed(one, [running, game("j-2", "a", 2)], taken)
+    assert found.decisions == []
+    assert found.waiting["j-2"] == (
+        "a free trainer for jobs that share a in float32 (setting bank_jobs; 2 places of one process)"
+        " (held by sft job j-1)"
+    )
+    found = placed(one, [game("j-2", "a", 3)])
+    assert found.decisions == []
+    assert found.waiting["j-2"] == (
+        "3 trainers for jobs that share a in float32 (setting bank_jobs; 3 places of one process) (2 of them running)"
+    )
+
+
+def test_two_jobs_with_policies_never_hold_a_part_of_their_places_each() -> None:
+    """Three places for two jobs that need two: the second waits, and holds nothing, until the first has ended."""
+    found = workers("shared-0")
+    first, second = game("j-1", "a", 2), game("j-2", "a", 2)
+    assert all_chosen(placed(found, [first, second])) == {"j-1": ("shared-0.0", "shared-0.1")}
+    has = [leases("j-1", one) for one in found[:2]]
+    begun = game("j-1", "a", 2, JobState.RUNNING)
+    assert placed(found, [begun, second], has).decisions == []
+    lost = msgspec.structs.replace(begun, lost_at=9.0)
+    assert all_chosen(placed(found, [lost, second])) == {"j-1": ("shared-0.0", "shared-0.1")}
+    assert all_chosen(placed(found[:1], [lost, second])) == {}, "while the process comes back"
+
+
+def test_a_job_with_policies_opens_an_unused_process_for_its_base_alone() -> None:
+    free = workers("shared-0", jobs=4)
+    found = placed(free, [game("j-1", "a", 2), record("j-2", "b"), record("j-3", "a")])
+    assert all_chosen(found) == {"j-1": ("shared-0.0", "shared-0.1")}
+    begun = game("j-1", "a", 2, JobState.STARTING)
+    has = [leases("j-1", one) for one in free[:2]]
+    assert all_chosen(placed(free, [begun, record("j-2", "b"), record("j-3", "a")], has)) == {"j-3": ("shared-0.2",)}
+
+
+def test_a_job_with_policies_interrupts_as_many_jobs_of_its_process_as_it_needs() -> None:
+    gpus = {f"trainer-{n}": Gpus(base="a", bank="one" if n < 3 else "two") for n in range(4)}
+    need = {TRAINER: Need(base="a", places=2)}
+    low = [held(f"low-{n}", f"trainer-{n}", gpus=A, **ALONE) for n in range(4)]
+    wants = job("urgent", priority=5, gpus=need, needs={TRAINER: 2}, most=0)
+    found = planned(*low, wants, trainers=4, gpus=gpus)
+    assert len(found.decisions) == 2 and all(isinstance(one, Preempt) for one in found.decisions)
+    assert {one.job for one in found.decisions} <= {"low-0", "low-1", "low-2"}, "of one process"
+    assert (
+        planned(low[0], low[3], wants, trainers=4, gpus={**gpus, "trainer-1": Gpus(), "trainer-2": Gpus()}).decisions
+        == []
+    )
+
+
+def test_each_place_of_a_job_with_policies_knows_which_one_leads() -> None:
+    places = workers("shared-0")[:2]
+    assert [(share.worker, share.ranks) for share in group_of(places, 0)] == [("shared-0.0", 1), ("shared-0.1", 1)]
+
+
+def test_places_that_a_long_waiting_job_needs_are_kept_for_it() -> None:
+    """Single jobs that keep coming would take each place as it becomes free."""
+    found = workers("shared-0", jobs=2)
+    running, wide = record("j-1", "a", JobState.RUNNING), game("j-2", "a", 2)
+    later = msgspec.structs.replace(record("j-3", "a"), since=LONG - 1.0, created=LONG - 1.0)
+    has = [leases("j-1", found[0])]
+    assert all_chosen(placed(found, [running, wide, later], has)) == {"j-3": ("shared-0.1",)}
+    assert all_chosen(placed(found, [running, wide, later], has, now=LONG)) == {}
+
+
+def test_nothing_is_placed_on_a_process_that_has_died_while_its_successor_begins_to_report() -> None:
+    old, new = workers("shared-0"), workers("shared-0", pid=1 + workers("shared-0")[0].pid)
+    lost = game("j-1", "a", 2, JobState.RUNNING, lost_at=9.0)
+    assert all_chosen(placed([new[0], *old[1:]], [lost])) == {}
+    assert all_chosen(placed([*new[:2], old[2]], [record("j-2", "a")])) == {}
+    assert all_chosen(placed(new, [lost])) == {"j-1": ("shared-0.0", "shared-0.1")}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from opentinker.services.trainer.service import train_all
+from opentinker.services.trainer.job_training import train_all
 from opentinker.shared.types.errors import Fenced, JobFailed
 
 

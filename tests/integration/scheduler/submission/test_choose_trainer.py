@@ -62,3 +62,29 @@ async def test_it_shares_one_with_a_free_place_on_its_base(ctx: Context, spec: d
     assert await trainer_of(ctx, spec) == "own"
     await starts(ctx, base=base_of(spec), job="j-0000000000")
     assert await trainer_of(ctx, spec) == "shared"
+
+
+async def test_policies_share_one_with_as_many_free_places(ctx: Context, spec: dict[str, Any], tmp_path: Path) -> None:
+    base = {"base": spec["model"]["base"]}
+    game = {
+        "name": "game",
+        "model": {**base, **LORA},
+        "environment": {"name": "signalling"},
+        "algorithm": {"group_size": 2},
+        "train": {"steps": 1},
+        "policies": {"a": {}, "b": {}},
+        "seats": {"speaker": "a", "listener": "b"},
+    }
+    await starts(ctx)
+    assert await trainer_of(ctx, game) == "own"
+    elsewhere = msgspec.structs.replace(worker_info("trainer-1.0", Pool.TRAINER), bank="trainer-1")
+    await ctx.store.beat(elsewhere, 60)
+    assert await trainer_of(ctx, game) == "own", "one place in each of two processes"
+    second = msgspec.structs.replace(worker_info("trainer-0.1", Pool.TRAINER), bank="trainer-0")
+    await ctx.store.beat(second, 60)
+    assert await trainer_of(ctx, game) == "shared"
+    found = await validate.report_on(ctx, game, "default", "all")
+    (check,) = (one for one in found["checks"] if one["what"].startswith("trainer"))
+    assert "2 places of one process" in check["what"] and check["found"] == "2 wanted, 2 running, 2 free"
+    other = chat_model(tmp_path / "other")
+    assert await trainer_of(ctx, {**game, "policies": {"a": {}, "b": {"model": {"base": str(other)}}}}) == "own"

@@ -47,11 +47,49 @@ def test_jobs_that_share_a_trainer_have_base_and_precision_in_common() -> None:
         ({"algorithm": {"name": "ppo"}}, "algorithm.advantage", "trains a critic"),
         ({"resources": {**SHARED, "trainer_ranks": 2}}, "resources.trainer_ranks", "must be 1"),
         ({"resources": {**SHARED, "trainer_gpus": 1}}, "resources.trainer_gpus", "must be 0"),
-        ({"policies": {"x": {}, "y": {}}}, "policies", "cannot share a trainer yet"),
     ],
 )
 def test_what_a_shared_trainer_cannot_do_is_refused(changes: dict[str, Any], field: str, problem: str) -> None:
     found = refusals(make_spec, **{"model": ADAPTER, "train": STEP, "resources": SHARED, **changes})
+    assert problem in found[field] and "resources.trainer = 'shared'" in found[field]
+
+
+def game(**changes: Any) -> dict[str, Any]:
+    """Parts of a job with two policies."""
+    seats = {"speaker": "x", "listener": "y"}
+    parts = {"environment": {"name": "signalling"}, "algorithm": {"group_size": 2}, "seats": seats, "train": STEP}
+    return {**parts, "resources": SHARED, "policies": {"x": {}, "y": {}}, **changes}
+
+
+def test_policies_with_adapters_of_one_base_share_a_trainer_as_other_jobs_of_it_do() -> None:
+    policies = {"x": {"model": {"lora": {"rank": 2}}}, "y": {"train": {"lr": 1e-2}, "algorithm": {"loss": "cispo"}}}
+    spec = make_spec(**game(model=ADAPTER, policies=policies))
+    alone = make_spec(model=ADAPTER, train=STEP, resources=SHARED)
+    assert bank_of(spec.model_dump(mode="json")) == bank_of(alone.model_dump(mode="json"))
+    own = {name: {"model": ADAPTER} for name in ("x", "y")}
+    spec = make_spec(**game(model={"base": "of no policy"}, policies=own))
+    assert bank_of(spec.model_dump(mode="json")) == bank_of(alone.model_dump(mode="json"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "problem"),
+    [
+        ({"model": {"base": "m"}}, "model.lora", "is needed"),
+        ({"model": {"base": "m"}, "policies": {"x": {"model": {"lora": {}}}, "y": {}}}, "policies.y.model.lora", "is"),
+        ({"policies": {"x": {}, "y": {"model": {"base": "n"}}}}, "policies.y.model.base", "must be 'm', as policy 'x'"),
+        ({"policies": {"x": {}, "y": {"model": {"dtype": "bfloat16"}}}}, "policies.y.model.dtype", "must be 'float32'"),
+        ({"policies": {"x": {"model": {"lora": {"rank": 65}}}, "y": {}}}, "policies.x.model.lora.rank", "is above 64"),
+        ({"policies": {"x": {"trainer_ranks": 2}, "y": {}}}, "policies.x.trainer_ranks", "must be 1"),
+        ({"policies": {"x": {"algorithm": {"name": "ppo"}}, "y": {}}}, "policies.x.algorithm.advantage", "a critic"),
+        ({"train": {**STEP, "gradient_checkpointing": True}}, "train.gradient_checkpointing", "would change"),
+        ({"resources": {**SHARED, "trainer_ranks": 2}}, "resources.trainer_ranks", "must be 1"),
+    ],
+)
+def test_a_mistake_of_one_policy_is_reported_there_and_one_of_all_once(
+    changes: dict[str, Any], field: str, problem: str
+) -> None:
+    found = refusals(make_spec, **game(**{"model": ADAPTER, **changes}))
+    assert list(found) == [field]
     assert problem in found[field] and "resources.trainer = 'shared'" in found[field]
 
 
