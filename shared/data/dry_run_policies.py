@@ -54,8 +54,8 @@ def _training(spec: JobSpec, policy: str) -> str:
 
 
 def _memory(spec: JobSpec) -> Check:
-    """Weights of all policies together: one trainer holds them all, an engine those of a base once. A pool
-    has those of its policy."""
+    """Weights of all policies together: one trainer holds them all, an engine and a shared trainer those of a base
+    once. A pool has those of its policy."""
     trainer, weights_of = 0.0, dict[str, float]()
     for name in spec.policies:
         own = spec_of(spec, name)
@@ -65,7 +65,8 @@ def _memory(spec: JobSpec) -> Check:
             return check("memory", f"{NOT_LOOKED_AT}the size of {own.model.base} is not known here", "note")
         weights = count * (4 if own.model.dtype == "float32" else 2)
         weights_of |= {player: weights for player in (name, *map(pool_player, pools_of(spec, name)))}
-        trainer += weights if own.model.lora else count * TRAINED_BYTES
+        shared = spec.resources.trainer == "shared"
+        trainer = weights if shared else trainer + (weights if own.model.lora else count * TRAINED_BYTES)
     parts = [f"the trainer about {_size(trainer)} for weights and optimizers"]
     if is_served(spec):
         first = [players[0].name for players in engines(spec) if not players[0].is_frozen]

@@ -4,7 +4,6 @@ frozen checkpoints and pools. And which jobs may share a trainer."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import reduce
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from opentinker.shared.spec.model import ModelSpec
@@ -186,7 +185,10 @@ def _unshareable(spec: JobSpec) -> list[dict[str, Any]]:
 
 
 def _setting(spec: JobSpec, field: str) -> Any:
-    return reduce(lambda part, name: getattr(part, name, None), field.split("."), spec)
+    found: Any = spec
+    for name in field.split("."):
+        found = getattr(found, name, None)
+    return found
 
 
 def _unshareable_adapter(spec: JobSpec) -> list[tuple[str, Any, str]]:

@@ -132,8 +132,8 @@ class ResourceSpec(SpecPart):
     trainer: Literal["auto", "own", "shared"] = "auto"
     """`shared`: LoRA jobs of one base train in one process and share the base, so that one trains while the episodes of
     another play. Needs a trainer with the setting `bank_jobs`; docs/shared-trainers.md says which jobs can. `auto`:
-    shared if the job can and, when it is submitted, such a trainer with a free place trains this base or nothing;
-    otherwise own."""
+    shared if the job can and, when it is submitted, such a trainer with a free place for each policy trains this base
+    or nothing; otherwise own."""
     trainer_gpus: Annotated[int, Field(ge=0, le=64)] = 0
     """GPUs of the job's trainers, one rank each; 0: trains on the CPU."""
     rollout_gpus: Annotated[int, Field(ge=0, le=MAX_ENGINE_RANKS)] = 0

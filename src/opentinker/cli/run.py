@@ -8,10 +8,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -69,11 +69,8 @@ def run(
             f"{named} job has no end to wait for: start {start!r}, and from another terminal {then!r}"
         )
     home = (data_dir or Path("runs") / f"{file_name(spec['name'])}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
-    rollouts = spec.get("kind", "rl") in ("rl", "eval")
-    workers = int(spec.get("resources", {}).get("rollout_workers", 1))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: stop the job, then the machine
-    needed = {"env-workers": env_workers, "rollout-workers": workers, "reference": 1} if rollouts else NO_ROLLOUTS
-    with everything(home, port, needed, keep=keep) as url:
+    with everything(home, port, processes_for(spec, env_workers), keep=keep) as url:
         api = client(url, patience_s=RESTART_S, key=key_in(read_state(home)) or None)
         with located(path):
             record = api.submit(spec, beside=path.parent)
@@ -90,6 +87,18 @@ def run(
     from opentinker.cli.jobs import STATE_EXIT
 
     raise typer.Exit(STATE_EXIT[last.job["state"]])
+
+
+def processes_for(spec: Mapping[str, Any], env_workers: int) -> dict[str, int]:
+    """Return the options of `up` for a job as it is written: how many processes of each kind it needs."""
+    resources = spec.get("resources", {})
+    needed = dict(NO_ROLLOUTS)
+    if spec.get("kind", "rl") in ("rl", "eval"):
+        workers = int(resources.get("rollout_workers", 1))
+        needed = {"env-workers": env_workers, "rollout-workers": workers, "reference": 1}
+    if resources.get("trainer") == "shared":
+        needed |= {"trainers": 0, "shared-jobs": max(1, len(spec.get("policies", {})))}
+    return needed
 
 
 def _bearing(home: Path) -> str:
