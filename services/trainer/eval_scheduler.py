@@ -19,6 +19,7 @@ import structlog
 from opentinker.services.trainer.job_reporter import JobReporter
 from opentinker.services.trainer.learners.base import SnapshotLike
 from opentinker.shared.asyncio_tools import wait_event
+from opentinker.shared.evaluation.job_ratings import version_name
 from opentinker.shared.evaluation.outcomes import choose_kept
 from opentinker.shared.evaluation.records import exam_at, metrics_of, transcript_of
 from opentinker.shared.messaging.bus import NoReply, StreamFull
@@ -28,6 +29,7 @@ from opentinker.shared.spec import ValidationSpec
 from opentinker.shared.types.core import Lease, WeightVersion, part_id
 from opentinker.shared.types.errors import JobFailed
 from opentinker.shared.types.evaluation import EvalAck, EvalResult
+from opentinker.shared.types.match_results import BOT
 
 log = structlog.get_logger()
 
@@ -163,12 +165,25 @@ class EvalScheduler:
         values = await asyncio.to_thread(metrics_of, results, self.plan, names)
         values |= {"val/seconds": time.monotonic() - began}
         anchors = self.plan.anchors_of(self.reporter.policy)
-        values |= await asyncio.to_thread(self.reporter.evaluations.rate, version.step, values, anchors)
+        players = self._players()
+        values |= await self.reporter.evaluations.rate(version, values, players, anchors)
         if self.reporter.spec.train.deterministic and self.reporter.target_uses_evaluation:
             self._require_complete(version, results)  # before any result is stored
         kept = [transcript_of(result, self.plan, names) for result in choose_kept(results, self.plan, names)]
         await self.reporter.evaluations.keep(version.step, kept)
-        await self.reporter.evaluations.add(version, values, self.reporter.spec.train.target)
+        await self.reporter.evaluations.add(version, values, self.reporter.spec.train.target, players)
+
+    def _players(self) -> dict[str, str]:
+        """Return the opponents as players of `JobRatings`, by name in metrics. Policies are those of the end of the
+        evaluation, though they may have made steps during it."""
+        found = {}
+        for one in self._opponents:
+            if one.policy is not None:
+                made = WeightVersion(self.lease.epoch, self.reporter.joint.made(one.policy))
+                found[one.metric_name] = version_name(one.policy, made)
+            else:
+                found[one.metric_name] = one.player or f"{BOT}{one.bot}"
+        return found
 
     def _require_complete(self, version: WeightVersion, results: list[EvalResult]) -> None:
         """Raise JobFailed if timing affected an evaluation that decides whether a deterministic job ends early."""

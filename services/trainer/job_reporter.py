@@ -82,7 +82,9 @@ class JobReporter:
         self._log_refused = False
         self._trace = trace
         self.usage = UsageStore(ctx.store.redis)
-        self.evaluations = Evaluations(ctx.bus, lease.job, self.root.parent, self.event, self.guard, policy)
+        self.evaluations = Evaluations(
+            ctx.bus, lease.job, self.root.parent, self.event, self.guard, policy, self.joint.ratings
+        )
         self.alarms = TrainingAlarms(spec.train, self.event)
         self._learning_check = LearningCheck(spec.algorithm)
         self._curve = ProgressCurve()
@@ -232,6 +234,8 @@ class JobReporter:
             },
             {**of_step, "matches": msgspec.to_builtins(matches)} if matches else None,
         )
+        if self.spec.validation is not None:  # else nothing is rated
+            self.joint.ratings.add_matches(self.policy, matches)
         names = ("reward/mean", "exact", "loss", *self.spec.train.target)
         shown = {name: values[name] for name in names if name in values} | self._step_time()
         await self.ctx.store.update(

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from opentinker.shared.evaluation.job_ratings import JobRatings
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.policies import spec_of
 from opentinker.shared.spec.schedules import Rule, rule_of
@@ -56,6 +57,7 @@ class JointProgress:
         """Where the policies of a deterministic job resume, once the first of them has looked."""
         self.sweeping = threading.Lock()
         """Held while a policy's expired checkpoints are removed: others look for those that all have."""
+        self.ratings = JobRatings()
         self._shown: dict[str, dict[str, float]] = {}
         self._floors = dict.fromkeys(steps, 0)
         self._finished: dict[str, str] = {}
@@ -65,7 +67,9 @@ class JointProgress:
         own = {name: spec_of(spec, name) for name in spec.policies or ("",)}
         steps = {name: one.train.steps for name, one in own.items()}
         batches = {name: one.algorithm.groups_per_batch for name, one in own.items()}
-        return cls(spec.train.steps, steps, rule_of(spec), batches)
+        joint = cls(spec.train.steps, steps, rule_of(spec), batches)
+        joint.ratings = JobRatings(spec.policies, {name: pool.policy or "" for name, pool in spec.pools.items()})
+        return joint
 
     def restore(self, policy: str, step: int, resumed: Mapping[int, int] | None = None) -> int | None:
         """A policy resumed from `step`. Returns the job's step, or None until the last policy has. `resumed`: step at
@@ -80,6 +84,10 @@ class JointProgress:
     async def until_restored(self) -> None:
         """Wait until all policies know their step: no match of one may count before."""
         await self._restored.wait()
+
+    def made(self, policy: str) -> int:
+        """Return the step of the policy's newest version."""
+        return self._made[policy]
 
     def advance(self, policy: str, step: int) -> int:
         """A policy has made a step. Returns the job's step."""

@@ -68,11 +68,15 @@ def parse_line(raw: bytes) -> dict[str, Any] | None:
     return line
 
 
-def lineage(path: Path, resumed: Mapping[int, int], step: int) -> list[dict[str, Any]]:
-    """The lines of the steps that led to `step`, in order. `resumed`: epoch -> step at which it began (Manifest)."""
+def lineage(path: Path, resumed: Mapping[int, int], step: int, tail: int | None = None) -> list[dict[str, Any]]:
+    """The lines of the steps that led to `step`, in order. `resumed`: epoch -> step at which it began (Manifest).
+    `tail`: bytes at the end of the file that are read; None: all."""
     lines: list[Any] = []
     try:
-        for line in path.read_bytes().splitlines():
+        with path.open("rb") as file:
+            file.seek(0 if tail is None else max(0, path.stat().st_size - tail))
+            raw = file.read()
+        for line in raw.splitlines():
             with contextlib.suppress(orjson.JSONDecodeError):  # half a line, of a process that was killed
                 lines.append(orjson.loads(line))
     except FileNotFoundError:

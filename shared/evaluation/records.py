@@ -18,7 +18,7 @@ import structlog
 
 from opentinker.shared.data.step_log import StepLog, lineage, metric_prefix
 from opentinker.shared.durable_files import make_directories, replace_durably
-from opentinker.shared.evaluation.ratings import fit_ratings
+from opentinker.shared.evaluation.job_ratings import MAX_RATED, Counts, JobRatings, version_name
 from opentinker.shared.evaluation.validation_metrics import OUTCOMES, validation_metrics
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.runtime.telemetry import MetricSource
@@ -26,6 +26,8 @@ from opentinker.shared.spec import EvaluationSpec
 from opentinker.shared.types.core import WeightVersion, part_id
 from opentinker.shared.types.evaluation import EvalEpisode, EvalResult, MessageOrigin, exam_seed
 from opentinker.shared.types.manifest import name_of
+from opentinker.shared.types.match_results import FILE as MATCHES
+from opentinker.shared.types.match_results import MatchResult
 from opentinker.shared.types.metric_names import opponent_of
 from opentinker.shared.types.token_records import as_base64, as_said
 
@@ -33,8 +35,8 @@ log = structlog.get_logger()
 
 SAID = ("val/episodes", "val/reward/mean", "val/exact", "val/loss", "val/failed", "val/missing", "val/seconds")
 """Metrics that the event contains, if present and not 0; win rates and the rating are there in any case."""
-MAX_RATED = 500
-"""Most evaluations that are rated together: the newest ones."""
+TAIL = 2**26
+"""Bytes at the end of the results of matches that a restarted trainer reads."""
 Tell = Callable[[str, dict[str, object]], Awaitable[None]]
 
 
@@ -84,8 +86,13 @@ def _of_seat(origin: MessageOrigin | None) -> dict[str, Any]:
     return seat | {"turn": origin.turn, "tokens": origin.tokens, "versions": list(map(str, origin.versions))}
 
 
-def _games_of(values: Mapping[str, Any]) -> dict[str, float]:
-    return {name: value for name, value in values.items() if name.startswith(tuple(f"val/{won}/" for won in OUTCOMES))}
+def _games_of(values: Mapping[str, Any], players: Mapping[str, str]) -> dict[str, Counts]:
+    """Return the games won, drawn and lost in an evaluation, by opponent. `players`: by name in metrics."""
+    found: dict[str, Counts] = {}
+    for name, player in players.items():
+        won, drawn, lost = (round(values.get(f"val/{kind}/{name}", 0.0)) for kind in OUTCOMES)
+        found[player] = (won, drawn, lost)
+    return {player: counts for player, counts in found.items() if any(counts)}
 
 
 class Evaluations:
@@ -93,8 +100,17 @@ class Evaluations:
     another epoch owns the job: then nothing is written."""
 
     def __init__(
-        self, bus: Bus, job: str, home: Path, event: Tell, guard: Callable[[], Awaitable[None]], policy: str = ""
+        self,
+        bus: Bus,
+        job: str,
+        home: Path,
+        event: Tell,
+        guard: Callable[[], Awaitable[None]],
+        policy: str = "",
+        ratings: JobRatings | None = None,
     ) -> None:
+        """`ratings`: of all policies of the job."""
+        self._ratings = ratings or JobRatings()
         self._home, self._event, self._guard, self._policy = home, event, guard, policy
         self._source = MetricSource(bus, job, part_id("validation", policy), prefix=metric_prefix(policy))
         self._log = StepLog(home / "validation.jsonl")
@@ -102,53 +118,60 @@ class Evaluations:
         """Evaluated steps of this lineage."""
         self.last: dict[str, float] = {}
         """Metrics of the newest complete evaluation."""
-        self._games: dict[int, dict[str, float]] = {}
-        """Numbers of games won, drawn and lost in the newest complete ones, by step."""
 
     def restore(self, resumed: Mapping[int, int], step: int) -> None:
         """Blocking. What was evaluated on the way to the checkpoint of `step`: these very weights."""
         lines = lineage(self._home / "validation.jsonl", resumed, step)
         self.steps = {line["step"] for line in lines}
         complete = [line for line in lines if not line.get("val/missing")]
-        self._games = {line["step"]: _games_of(line) for line in complete[-MAX_RATED:]}
+        games: list[dict[str, Any]] = lineage(self._home / MATCHES, resumed, step, TAIL) if lines else []
+        for line in sorted([*complete[-MAX_RATED:], *games[-MAX_RATED:]], key=lambda line: int(line["step"])):
+            if "matches" in line:
+                self._ratings.add_matches(self._policy, msgspec.convert(line["matches"], list[MatchResult]))
+            else:
+                player = version_name(self._policy, WeightVersion.parse(line["version"]))
+                self._ratings.add_evaluation(player, _games_of(line, line.get("players", {})))
         self.last = {name: value for name, value in complete[-1].items() if name.startswith("val/")} if complete else {}
 
-    def rate(self, step: int, values: dict[str, float], anchors: Sequence[str]) -> dict[str, float]:
-        """Return val/rating of a step's weights and its standard error, from the evaluations up to this one; nothing
-        without games against opponents that always play alike (`anchors`) and connect it with the first of them, whose
-        rating is 0."""
-        games = {**self._games, step: values}
-        players = list(games)[-MAX_RATED:]
-        results = {
-            (str(player), f"anchor {name}"): [round(games[player].get(f"val/{won}/{name}", 0.0)) for won in OUTCOMES]
-            for player in players
-            for name in anchors
-        }
-        results = {pair: counts for pair, counts in results.items() if any(counts)}
-        if not any(player == str(step) for player, _ in results):
+    async def rate(
+        self, version: WeightVersion, values: dict[str, float], players: Mapping[str, str], anchors: Sequence[str]
+    ) -> dict[str, float]:
+        """Return val/rating of a version and its standard error, from all results of the job up to this evaluation;
+        nothing without games that connect it with the first of `anchors`, whose rating is 0. `players`: those that it
+        has played against, by name in metrics."""
+        games = _games_of(values, players)
+        if not anchors or not games:
             return {}
-        found = fit_ratings(results, {f"anchor {anchors[0]}": 0.0}).players[str(step)]
-        return {"val/rating": found.elo, "val/rating/error": found.error} if found.anchored else {}
+        player, ratings = version_name(self._policy, version), self._ratings.copy()
+        found = await asyncio.to_thread(ratings.rate, player, games, players[anchors[0]])
+        return {} if found is None else {"val/rating": found.elo, "val/rating/error": found.error}
 
-    async def add(self, version: WeightVersion, values: dict[str, float], target: Mapping[str, float]) -> None:
-        """Record a finished evaluation. An incomplete one is marked so and is ignored by targets. Raises Fenced."""
+    async def add(
+        self,
+        version: WeightVersion,
+        values: dict[str, float],
+        target: Mapping[str, float],
+        players: Mapping[str, str] | None = None,
+    ) -> None:
+        """Record a finished evaluation. An incomplete one is marked so and is ignored by targets. Raises Fenced.
+        `players`: see `rate`."""
         await self._guard()
         self.steps.add(version.step)
         complete = not values.get("val/missing")
         if complete:
             self.last = values
-            self._games[version.step] = _games_of(values)
-            for oldest in list(self._games)[:-MAX_RATED]:
-                del self._games[oldest]
+            if games := _games_of(values, players or {}):
+                self._ratings.add_evaluation(version_name(self._policy, version), games)
         point = await self._source.emit(version.step, values)
         line = {"epoch": version.epoch, "step": version.step, "version": str(version), "time": point.time}
+        line |= {"players": dict(players)} if players else {}
         own = {name.removeprefix(metric_prefix(self._policy)): value for name, value in point.values.items()}
         try:
             await asyncio.to_thread(self._append, {**line, **own})
         except OSError as error:
             await self._refused(version.step, error)
-        games = [name for name in values if name == "val/rating" or opponent_of(name) is not None]
-        told = [*(name for name in SAID if values.get(name)), *games]
+        of_games = [name for name in values if name == "val/rating" or opponent_of(name) is not None]
+        told = [*(name for name in SAID if values.get(name)), *of_games]
         said = {name.removeprefix("val/"): round(values[name], 4) for name in told}
         await self._event("validation" if complete else "validation_incomplete", {"step": version.step, **said})
         absent = sorted(name for name in target if name.startswith("val/") and name not in values)

@@ -13,7 +13,7 @@ from opentinker.services.rollout_worker.eval_runner import EvalRunner, outcome_o
 from opentinker.services.rollout_worker.seat_map import LoadedPolicy, SeatMap
 from opentinker.shared.evaluation.records import Evaluations
 from opentinker.shared.spec import JobSpec, parse_spec
-from opentinker.shared.types.core import Ending
+from opentinker.shared.types.core import Ending, WeightVersion
 from opentinker.shared.types.evaluation import EvalEpisode
 from tests.support.factories import V0, trajectory_of
 
@@ -117,13 +117,17 @@ async def test_ratings_are_relative_to_the_first_anchor_and_use_all_evaluations(
             for won, n in zip(("wins", "draws", "losses"), found, strict=True)
         }
 
-    anchors = ["weak", "strong"]
-    assert kept.rate(0, {"val/episodes": 4.0}, anchors) == {}, "no game was decided"
-    before = kept.rate(0, games((50, 0, 50), (10, 0, 90)), anchors)
-    assert kept.rate(0, games((0, 0, 0), (10, 0, 90)), anchors) == {}, "nothing connects it with the first one"
+    players = {"weak": "bot:weak", "strong": "bot:strong"}
+
+    async def rate(step: int, values: dict[str, float]) -> dict[str, float]:
+        return await kept.rate(WeightVersion(1, step), values, players, list(players))
+
+    assert await rate(0, {"val/episodes": 4.0}) == {}, "no game was decided"
+    before = await rate(0, games((50, 0, 50), (10, 0, 90)))
+    assert await rate(0, games((0, 0, 0), (10, 0, 90))) == {}, "nothing connects it with the first one"
     assert before["val/rating"] == pytest.approx(0.0, abs=5.0) and before["val/rating/error"] > 0
-    kept._games[0] = games((50, 0, 50), (10, 0, 90))
-    after = kept.rate(20, games((90, 0, 10), (50, 0, 50)), anchors)
+    kept._ratings.add_evaluation("a@0.0", {"bot:weak": (50, 0, 50), "bot:strong": (10, 0, 90)})
+    after = await rate(20, games((90, 0, 10), (50, 0, 50)))
     assert 1 / (1 + 10 ** (-after["val/rating"] / 400)) == pytest.approx(0.9, abs=0.02)
-    alone = kept.rate(20, games((0, 0, 0), (50, 0, 50)), anchors)
+    alone = await rate(20, games((0, 0, 0), (50, 0, 50)))
     assert alone["val/rating"] == pytest.approx(after["val/rating"], abs=40.0), "strong is known from step 0"

@@ -1,0 +1,101 @@
+"""Ratings of all players of a job on one scale: versions of its policies, which members of pools are too, checkpoints,
+models behind URLs and bots, from evaluations and from matches of training.
+
+The trainer of a job has one `JobRatings` for all its policies. They restore it from their `validation.jsonl` and
+`matches.jsonl`, so it is rolled back with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from opentinker.shared.evaluation.ratings import Rating, fit_ratings
+from opentinker.shared.types.core import WeightVersion
+from opentinker.shared.types.match_results import BOT, DRAWN, MatchResult
+
+MAX_RATED = 500
+"""Most versions of policies that are rated together: those that have played last."""
+SHARED = 0.5
+"""Weight of a match of training with another policy: both report it if both train on it."""
+Counts = tuple[float, float, float]
+"""Games won, drawn and lost."""
+Results = dict[tuple[str, str], Counts]
+NONE: Counts = (0.0, 0.0, 0.0)
+
+
+def version_name(policy: str, version: WeightVersion) -> str:
+    """Return the player that a version of a policy is. All trainers of a job begin with the same weights."""
+    return f"{policy}@{version if version.step else WeightVersion(0, 0)}"
+
+
+class JobRatings:
+    def __init__(self, policies: Iterable[str] = (), pools: Mapping[str, str] | None = None) -> None:
+        """`policies`: of a job with several; `pools`: the policy whose versions are in each pool."""
+        self._policies, self._pools = frozenset(policies), dict(pools or {})
+        self._versions: dict[str, None] = {}
+        """Players that are versions of policies, in the order in which they have played last."""
+        self._trained: Results = {}
+        self._evaluated: dict[str, dict[str, Counts]] = {}
+        """By player and opponent, of the newest complete evaluation of each version."""
+
+    def add_matches(self, policy: str, matches: Iterable[MatchResult]) -> None:
+        """Add matches of training as a policy has reported them."""
+        for match in matches:
+            player = version_name(policy, WeightVersion.parse(match.version))
+            for name, met in match.opponents.items():
+                opponent = self._player_of(name, met.version)
+                games = SHARED if name in self._policies else 1.0
+                outcome = tuple(games * (met.outcome == one) for one in (1.0, DRAWN, 0.0))
+                won, drawn, lost = self._trained.get((player, opponent), NONE)
+                self._trained[player, opponent] = (won + outcome[0], drawn + outcome[1], lost + outcome[2])
+                self._note(player, opponent)
+
+    def add_evaluation(self, player: str, results: Mapping[str, Counts]) -> None:
+        """Set the results of a version in an evaluation, by opponent."""
+        self._evaluated[player] = dict(results)
+        self._note(player, *results)
+
+    def rate(self, player: str, results: Mapping[str, Counts], anchor: str) -> Rating | None:
+        """Return the rating of a version whose evaluation has these results, relative to `anchor`; None without games
+        that connect the two. May run in a thread, on a `copy`."""
+        self.add_evaluation(player, results)
+        found = fit_ratings(self.results(), {anchor: 0.0}).players.get(player)
+        return found if found is not None and found.anchored else None
+
+    def results(self) -> Results:
+        found = dict(self._trained)
+        for player, results in self._evaluated.items():
+            for opponent, counts in results.items():
+                had = found.get((player, opponent), NONE)
+                found[player, opponent] = (had[0] + counts[0], had[1] + counts[1], had[2] + counts[2])
+        return {pair: counts for pair, counts in found.items() if any(counts)}
+
+    def copy(self) -> JobRatings:
+        copied = JobRatings(self._policies, self._pools)
+        copied._versions, copied._trained = dict(self._versions), dict(self._trained)
+        copied._evaluated = {player: dict(results) for player, results in self._evaluated.items()}
+        return copied
+
+    def _player_of(self, name: str, version: str) -> str:
+        """Return the player whom matches name so, see `MatchResult.opponents`."""
+        if name in self._policies:
+            return version_name(name, WeightVersion.parse(version))
+        pool, _, member = name.partition("@")
+        if pool in self._pools and not name.startswith(BOT):
+            return version_name(self._pools[pool], WeightVersion.parse(member))
+        return name
+
+    def _note(self, *players: str) -> None:
+        """Forget the versions that have not played for longest, if there are too many."""
+        for player in players:
+            policy, _, _ = player.partition("@")
+            if player.startswith("@") or policy in self._policies or player in self._evaluated:
+                self._versions.pop(player, None)
+                self._versions[player] = None
+        while len(self._versions) > MAX_RATED:
+            gone = next(iter(self._versions))
+            del self._versions[gone]
+            self._evaluated.pop(gone, None)
+            for results in self._evaluated.values():
+                results.pop(gone, None)
+            self._trained = {pair: counts for pair, counts in self._trained.items() if gone not in pair}

@@ -1,0 +1,95 @@
+"""Ratings of a job's players on one scale, from evaluations and from matches of training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import orjson
+import pytest
+
+from opentinker.shared.evaluation import job_ratings
+from opentinker.shared.evaluation.job_ratings import Counts, JobRatings
+from opentinker.shared.evaluation.records import Evaluations
+from opentinker.shared.types.match_results import MatchResult, Opponent
+
+BOT = "bot:random"
+EVEN: Counts = (50, 0, 50)
+
+
+def matches(version: str, won: int, drawn: int, lost: int, **opponents: str) -> list[MatchResult]:
+    """`opponents`: version by name."""
+    outcomes = [1.0] * won + [0.5] * drawn + [0.0] * lost
+    return [
+        MatchResult(
+            group=number,
+            sample=0,
+            version=version,
+            rewards={},
+            opponents={name: Opponent(outcome=outcome, version=seen) for name, seen in opponents.items()},
+        )
+        for number, outcome in enumerate(outcomes)
+    ]
+
+
+def elo(ratings: JobRatings, player: str, results: dict[str, Counts]) -> float | None:
+    found = ratings.copy().rate(player, results, BOT)
+    return None if found is None else found.elo
+
+
+def test_matches_of_training_carry_the_scale_to_what_no_bot_has_met() -> None:
+    ratings = JobRatings(["a", "b"])
+    ratings.add_evaluation("a@1.20", {BOT: (90, 0, 10)})
+    assert elo(ratings, "b@1.20", {"a@1.7": EVEN}) is None, "nothing connects it with the bot"
+    ratings.add_matches("a", matches("1.20", 50, 0, 50, b="1.20"))
+    ratings.add_matches("b", matches("1.20", 50, 0, 50, a="1.20"))
+    rated = ratings.copy().rate("b@1.20", {"j-1@5": EVEN}, BOT)
+    assert rated is not None and rated.elo == pytest.approx(382, abs=60), "as strong as a, which wins 9 of 10"
+    assert rated.games == 100 + 100, "a match that both report is one"
+
+
+def test_a_member_of_a_pool_is_the_version_that_it_was() -> None:
+    ratings = JobRatings(pools={"past": ""})
+    ratings.add_evaluation("@0.0", {BOT: EVEN})
+    ratings.add_matches("", matches("1.9", 90, 0, 10, **{"past@0.0": "0.0"}))
+    ratings.add_matches("", matches("1.9", 10, 0, 90, **{BOT: ""}))
+    assert ratings.results() == {("@0.0", BOT): EVEN, ("@1.9", "@0.0"): (90, 0, 10), ("@1.9", BOT): (10, 0, 90)}
+
+
+def test_versions_that_have_played_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_ratings, "MAX_RATED", 3)
+    ratings = JobRatings(pools={"past": ""})
+    for step in range(1, 6):
+        ratings.add_evaluation(f"@1.{step}", {BOT: EVEN})
+        ratings.add_matches("", matches(f"1.{step}", 1, 0, 0, **{"past@1.1": "1.1"}))
+    assert {player for pair in ratings.results() for player in pair} == {"@1.1", "@1.4", "@1.5", BOT}
+
+
+async def test_a_restarted_trainer_knows_the_results_of_the_steps_that_count(tmp_path: Path) -> None:
+    def line(epoch: int, step: int, **more: Any) -> bytes:
+        return orjson.dumps({"epoch": epoch, "step": step, "time": 1.0, "version": f"{epoch}.{step}", **more}) + b"\n"
+
+    met = [
+        {
+            "group": 0,
+            "sample": 0,
+            "version": "1.0",
+            "rewards": {},
+            "opponents": {"b": {"outcome": 1.0, "version": "1.1"}},
+        }
+    ]
+    evaluated = {"val/wins/random": 3.0, "val/losses/random": 1.0, "players": {"random": BOT}}
+    (tmp_path / "validation.jsonl").write_bytes(
+        line(1, 2, **evaluated) + line(1, 4, **evaluated) + line(1, 2, **{**evaluated, "val/missing": 2.0})
+    )
+    (tmp_path / "matches.jsonl").write_bytes(
+        line(1, 1, matches=met) + line(1, 4, matches=met) + line(2, 3, matches=met)
+    )
+
+    async def event(*_: Any) -> None: ...
+
+    bus: Any = SimpleNamespace(on_reconnect=set())
+    ratings = JobRatings(["a", "b"])
+    Evaluations(bus, "j", tmp_path, event, event, "a", ratings).restore({1: 0, 2: 2}, 3)
+    assert ratings.results() == {("a@0.0", "b@1.1"): (1.0, 0.0, 0.0)}, "step 4 was rolled back, step 2 is incomplete"
