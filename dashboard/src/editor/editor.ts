@@ -11,8 +11,9 @@ import { Compartment, EditorState, type Extension } from "@codemirror/state";
 import { EditorView, highlightActiveLine, hoverTooltip, keymap, lineNumbers, placeholder, tooltips } from "@codemirror/view";
 import { tags } from "@lezer/highlight";
 import type { Change } from "./change.ts";
-import { isJson, placesIn, spotAt } from "./places.ts";
-import { hintOf, settingsOf, valuesOf, type Schema } from "./schema.ts";
+import { isJson, placesIn } from "./places.ts";
+import type { Schema } from "./schema.ts";
+import { meaningAt, suggestions, type Suggestion } from "./suggest.ts";
 
 const LINT_MS = 400;
 
@@ -29,6 +30,8 @@ export interface Asks {
   marks: (text: string) => Promise<Mark[]>;
   /** Values of a setting that the schema cannot know: environments, models, checkpoints. */
   known: (path: string) => string[];
+  /** The schema of the spec as it is now: its environment has settings too. */
+  schema: () => Schema;
 }
 
 export interface SpecEditor {
@@ -66,7 +69,7 @@ const LOOK = EditorView.theme({
   ".cm-placeholder": { color: "var(--dim)" },
 });
 
-export function editSpec(host: HTMLElement, text: string, schema: Schema, asks: Asks): SpecEditor {
+export function editSpec(host: HTMLElement, text: string, asks: Asks): SpecEditor {
   const root = host.shadowRoot ?? host.attachShadow({ mode: "open" });
   const language = new Compartment();
   let silent = false;
@@ -83,8 +86,8 @@ export function editSpec(host: HTMLElement, text: string, schema: Schema, asks: 
       EditorView.lineWrapping,
       language.of(languageOf(asJson)),
       syntaxHighlighting(COLOURS),
-      autocompletion({ override: [(context) => complete(context, schema, asks)], activateOnTyping: true }),
-      hoverTooltip((view, at) => hinted(view.state.doc.toString(), at, schema)),
+      autocompletion({ override: [(context) => complete(context, asks)], activateOnTyping: true }),
+      hoverTooltip((view, at) => hinted(view.state.doc.toString(), at, asks.schema())),
       tooltips({ parent: root as unknown as HTMLElement }),
       lintGutter(),
       look,
@@ -129,31 +132,20 @@ async function marked(text: string, asks: Asks): Promise<Diagnostic[]> {
   return (await asks.marks(text)).map((one) => ({ ...one, severity: "error" as const }));
 }
 
-/** Names of settings, or values of one, for the position that is written at. */
-function complete(context: CompletionContext, schema: Schema, asks: Pick<Asks, "known">): CompletionResult | null {
-  const text = context.state.doc.toString();
-  const spot = spotAt(text.slice(0, context.pos));
-  if (!spot || (!context.explicit && spot.from === context.pos && spot.role === "name")) return null;
-  const quote = isJson(text) ? '"' : "";
-  const options: Completion[] =
-    spot.role === "name"
-      ? settingsOf(schema, spot.path).map((one) => ({
-          label: one.name,
-          apply: quote ? `${quote}${one.name}${quote}` : one.name,
-          type: one.isTable ? "namespace" : "property",
-          info: one.meaning.replaceAll("`", ""),
-        }))
-      : [
-          ...valuesOf(schema, spot.path).map((value) => ({ label: JSON.stringify(value), type: "constant" })),
-          ...asks.known(spot.path).map((value) => ({ label: JSON.stringify(value), type: "text" })),
-        ];
-  return options.length ? { from: spot.from, options, validFor: /^["'\w./:@-]*$/ } : null;
+const TYPES: Record<Suggestion["kind"], string> = { table: "namespace", setting: "property", constant: "constant", known: "text" };
+
+function complete(context: CompletionContext, asks: Pick<Asks, "known" | "schema">): CompletionResult | null {
+  const text = context.state.doc.sliceString(0, context.pos);
+  const found = suggestions(text, asks.schema(), asks.known, context.explicit);
+  if (!found) return null;
+  const options = found.options.map(({ label, apply, kind, meaning }): Completion => ({ label, apply, type: TYPES[kind], ...(meaning ? { info: meaning } : {}) }));
+  return { from: found.from, options, validFor: /^["'\w./:@-]*$/ };
 }
 
 /** What the setting means whose name is at this position. */
 function hinted(text: string, at: number, schema: Schema): { pos: number; end: number; create: () => { dom: HTMLElement } } | null {
   const place = placesIn(text).find((one) => one.from <= at && at <= one.to && one.to > one.from && !/\.\d+$/.test(one.path));
-  const hint = place ? hintOf(schema, place.path.replace(/^sweep\.parameters\./, "")) : "";
+  const hint = place ? meaningAt(schema, place.path) : "";
   if (!place || !hint) return null;
   return {
     pos: place.from,

@@ -1,19 +1,20 @@
 // A spec, written with what the server knows about it, and looked at by the queue before it is a job.
 
 import type { JSX } from "preact";
-import { useEffect, useRef, useState } from "preact/hooks";
+import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import type { SpecEditor, Mark } from "../editor/editor.ts";
 import { changeOf } from "../editor/change.ts";
 import { Form } from "../editor/form.tsx";
 import { placeOf, placesIn } from "../editor/places.ts";
 import type { Schema } from "../editor/schema.ts";
+import { environmentIn, environmentNames, withConfig } from "../editor/suggest.ts";
 import type { Curve, Template } from "../editor/templates.ts";
 import { readSpec, Unreadable, writeSpec, type Table } from "../editor/text.ts";
 import { go, useAsked, useDoing, useMay, useSettled } from "../hooks.ts";
 import { ask, job as path, onceKey, Problem } from "../lib/api.ts";
 import { sparkline } from "../lib/jobs/rows.ts";
 import { cloneSpec } from "../lib/serve.ts";
-import type { Job, JobDetail, Json, SweepSummary } from "../lib/types.ts";
+import type { About, Job, JobDetail, Json, SweepSummary } from "../lib/types.ts";
 import { counted, duration, short } from "../lib/words.ts";
 import { Said } from "../parts.tsx";
 
@@ -38,6 +39,8 @@ interface Report {
 type Scope = "all" | "queue" | "spec";
 
 const SETTLES_MS = 900;
+/** Env workers and pushed environments come and go. */
+const KNOWN_S = 15;
 const CURVE = { width: 120, height: 28 };
 
 function report(spec: Json, scope: Scope): Promise<Report> {
@@ -74,6 +77,7 @@ export function Submit({ from, step }: { from: string; step: string }): JSX.Elem
       go("best" in made ? "sweeps" : "jobs", made.id);
     });
   const known = useKnown();
+  const configured = useConfigured(schema.value, text, known("environment.name"));
   const goTo = (at: number): void => editor.current?.goTo(at);
   return (
     <section class="card submit">
@@ -82,7 +86,7 @@ export function Submit({ from, step }: { from: string; step: string }): JSX.Elem
       <div class="sides">
         <div>
           <Bar show={show} />
-          <Text text={text} schema={schema.value} known={known} editor={editor} changed={changed} />
+          <Text text={text} schema={configured} known={known} editor={editor} changed={changed} />
           <div class="bar">
             <button disabled={doing} onClick={validate}>
               Validate
@@ -134,16 +138,23 @@ function readable(text: string): Table {
 
 /** Names that the schema cannot list: what this server has. */
 function useKnown(): (path: string) => string[] {
-  const environments = useAsked<{ environments: { name: string }[] }>(useMay("environments:read") ? "/v1/environments" : null);
+  const environments = useAsked<{ environments: { name: string }[]; built_in: string[] }>(useMay("environments:read") ? "/v1/environments" : null, KNOWN_S);
   const asked = useAsked<{ jobs: Job[] }>(useMay("jobs:read") ? "/v1/jobs?limit=50" : null);
   const jobs = asked.value?.jobs ?? [];
   return (setting) => {
-    const pushed = (environments.value?.environments ?? []).map((one) => one.name);
-    if (setting === "environment.name") return [...new Set([...pushed, ...jobs.map((one) => one.environment ?? "")])].filter(Boolean);
+    if (setting === "environment.name") return environmentNames(environments.value, jobs.map((one) => one.environment));
     if (setting === "model.base") return [...new Set(jobs.map((one) => one.model))];
     if (setting === "start.from") return jobs.filter((one) => one.step > 0).map((one) => `${one.id}@latest`);
     return [];
   };
+}
+
+/** The schema with the settings of the spec's environment, once an env worker has said them. */
+function useConfigured(schema: Schema | null, text: string, names: string[]): Schema | null {
+  const named = environmentIn(text);
+  const name = names.includes(named) ? named : "";
+  const { value } = useAsked<About>(useMay("environments:read") && name ? `/v1/environment?name=${encodeURIComponent(name)}` : null);
+  return useMemo(() => (schema && value ? withConfig(schema, value.settings as Schema) : schema), [schema, value]);
 }
 
 function Bar({ show }: { show: (text: string) => void }): JSX.Element {
@@ -170,16 +181,18 @@ interface TextProps {
 function Text({ text, schema, known, editor, changed }: TextProps): JSX.Element {
   const host = useRef<HTMLDivElement>(null);
   const [loaded, setLoaded] = useState(false);
-  const now = useRef({ text, known, changed });
-  now.current = { text, known, changed };
+  const now = useRef({ text, known, changed, schema });
+  now.current = { text, known, changed, schema };
+  const isReady = schema !== null;
   useEffect(() => {
-    if (!schema) return;
+    if (!isReady) return;
     let closed = false;
     void import("../editor/editor.ts").then(({ editSpec }) => {
       if (closed || !host.current) return;
-      editor.current = editSpec(host.current, now.current.text, schema, {
+      editor.current = editSpec(host.current, now.current.text, {
         changed: (given) => now.current.changed(given),
         known: (setting) => now.current.known(setting),
+        schema: () => now.current.schema ?? {},
         marks,
       });
       setLoaded(true);
@@ -190,7 +203,7 @@ function Text({ text, schema, known, editor, changed }: TextProps): JSX.Element 
       editor.current = null;
       setLoaded(false);
     };
-  }, [schema]);
+  }, [isReady]);
   return (
     <>
       {!loaded && (

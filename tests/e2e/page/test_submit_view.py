@@ -10,9 +10,11 @@ from playwright.async_api import Locator, TimeoutError, expect
 
 from tests.conftest import until
 from tests.e2e.page.conftest import IN_BROWSER, Open, Tab
+from tests.integration.rollout_worker.env_workers import Workers, workers
 from tests.support.api import Http
 from tests.support.factories import make_spec
 
+__all__ = ["workers"]
 pytestmark = IN_BROWSER
 PASTE = """(place, text) => {
   const data = new DataTransfer();
@@ -100,6 +102,28 @@ async def test_the_editor_knows_the_spec(opened: Open, http: Http) -> None:
     await expect(spec).to_contain_text("warmup_steps = 5")
     setting = tab.page.locator(".cm-line", has_text="warmup_steps").get_by_text("warmup_steps")
     await hovered(tab, setting, tab.page.locator(".cm-hint", has_text="train.warmup_steps"))
+
+
+async def test_the_editor_knows_the_environments_and_their_settings(opened: Open, http: Http, workers: Workers) -> None:
+    await workers.start("env-0")
+    tab = await opened(http.url, "submit")
+    option = tab.page.locator(".cm-tooltip-autocomplete li")
+    for table, typed, wanted in (
+        ("[environment]\n", 'name = "copy', '"copy_digits"'),
+        ('[environment]\nname = "copy_digits"\n[environment.config]\n', "dig", "digits"),
+        ("[sweep.parameters]\n", "train.l", "lr"),
+    ):
+        await paste(tab, table)
+        await tab.page.keyboard.press("Control+End")
+        await tab.page.keyboard.type(typed)
+
+        async def suggested(wanted: str = wanted) -> bool:
+            await tab.page.keyboard.press("Control+Space")  # once more: what the server has may come later
+            with contextlib.suppress(TimeoutError):
+                await option.filter(has_text=wanted).first.wait_for(timeout=2000)
+            return await option.filter(has_text=wanted).count() > 0
+
+        await until(suggested)
 
 
 async def test_a_template_is_changed_in_the_form_and_looked_at_by_the_queue(opened: Open, http: Http) -> None:
