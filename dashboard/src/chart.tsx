@@ -6,8 +6,9 @@ import uPlot from "uplot";
 import "uplot/dist/uPlot.min.css";
 import type { Mark } from "./lib/curves/rewinds.ts";
 import { aligned, clamped, smoothed, type Axis, type Line } from "./lib/curves/series.ts";
-import { duration, save, short } from "./lib/words.ts";
-import { COLOURS, coloured, useTheme } from "./theme.ts";
+import { COLOURS, PATTERNS, sampleOf, wrapped } from "./lib/looks.ts";
+import { duration, fileName, save, short } from "./lib/words.ts";
+import { coloured, useTheme } from "./theme.ts";
 
 const HEIGHT = 180;
 
@@ -25,6 +26,8 @@ interface Props {
   positive?: boolean | undefined;
   /** Vertical lines. */
   marks?: readonly Mark[];
+  /** What x counts on the axis "step". */
+  unit?: string;
 }
 
 const NONE: readonly Mark[] = [];
@@ -39,7 +42,7 @@ interface Drawn {
   raw: boolean;
 }
 
-export function Chart({ title, about, lines, look, positive, marks = NONE }: Props): JSX.Element | null {
+export function Chart({ title, about, lines, look, positive, marks = NONE, unit = "step" }: Props): JSX.Element | null {
   const place = useRef<HTMLDivElement>(null);
   const plot = useRef<uPlot | null>(null);
   const zoomed = useRef(false);
@@ -91,8 +94,8 @@ export function Chart({ title, about, lines, look, positive, marks = NONE }: Pro
       <header>
         <h3 title={about}>{title}</h3>
         <span class="tools">
-          <small>{x === undefined || x === null ? "" : look.axis === "step" ? `step ${short(x)}` : duration(x)}</small>
-          <button title="Save as CSV" aria-label={`${title} as CSV`} onClick={() => save(`${file(title)}.csv`, csv(drawn, look))}>
+          <small>{x === undefined || x === null ? "" : look.axis === "step" ? `${unit} ${short(x)}` : duration(x)}</small>
+          <button title="Save as CSV" aria-label={`${title} as CSV`} onClick={() => save(`${fileName(title)}.csv`, csv(drawn, look))}>
             csv
           </button>
           <button title="Save as PNG" aria-label={`${title} as PNG`} onClick={() => void picture(title, drawn, plot.current)}>
@@ -106,7 +109,7 @@ export function Chart({ title, about, lines, look, positive, marks = NONE }: Pro
       <p class="legend">
         {drawn.map((one) => (
           <span key={one.label} class="key">
-            <i style={{ background: sample(one) }} />
+            <i style={{ background: sampleOf(one.colour, dashOf(one.line)) }} />
             {one.label} <b>{short(valueAt(one, data, at))}</b>
           </span>
         ))}
@@ -135,20 +138,11 @@ function mark(plot: uPlot, marks: readonly Mark[]): void {
   pen.restore();
 }
 
-/** Drawn and blank pixels, in turn. */
-const PATTERNS = [[], [6, 3], [2, 3], [9, 3, 2, 3]];
+/** Of a line of another job, beside ours. */
 const OTHER = [5, 4];
 
 function dashOf(line: Line): number[] {
   return line.other ? OTHER : PATTERNS[(line.pattern ?? 0) % PATTERNS.length]!;
-}
-
-/** How it looks, for the legend. */
-function sample({ line, colour }: Drawn): string {
-  const [drawn, blank] = dashOf(line);
-  const stroke = `var(${colour})`;
-  if (!drawn || !blank) return stroke;
-  return `repeating-linear-gradient(90deg, ${stroke} 0 ${drawn}px, transparent ${drawn}px ${drawn + blank}px)`;
 }
 
 function valueAt({ line, at: column }: Drawn, data: uPlot.AlignedData, at: number | null): number | undefined {
@@ -230,10 +224,6 @@ function heightOf(wide: boolean): number {
   return wide ? Math.max(HEIGHT, Math.round(window.innerHeight * 0.55)) : HEIGHT;
 }
 
-function file(title: string): string {
-  return title.toLowerCase().replace(/[^a-z0-9]+/g, "-");
-}
-
 function csv(drawn: Drawn[], look: Look): Blob {
   const quoted = (text: string): string => `"${text.replaceAll('"', '""')}"`;
   const table = aligned(drawn.map(({ line }) => ({ x: line.x, ys: [line.y] })));
@@ -242,30 +232,42 @@ function csv(drawn: Drawn[], look: Look): Blob {
   return new Blob([rows.join("\n"), "\n"], { type: "text/csv" });
 }
 
-/** The chart with its title and legend, on the page's own background. */
+const SAMPLE_PX = 22;
+const LINE_PX = 17;
+
+/** The chart with its title and whole legend, on the page's own background. */
 async function picture(title: string, drawn: Drawn[], plot: uPlot | null): Promise<void> {
   if (!plot) return;
   const source = plot.ctx.canvas;
   const scale = window.devicePixelRatio || 1;
-  const head = Math.round(34 * scale);
   const canvas = document.createElement("canvas");
-  canvas.width = source.width;
-  canvas.height = source.height + head;
   const pen = canvas.getContext("2d")!;
+  const font = "12px system-ui";
+  pen.font = font;
+  const places = wrapped(drawn.map(({ label }) => SAMPLE_PX + pen.measureText(label).width), source.width / scale - 20, 14);
+  const head = 34 + LINE_PX * ((places[places.length - 1]?.line ?? 0) + 1);
+  canvas.width = source.width;
+  canvas.height = source.height + Math.round(head * scale);
   const colourOf = coloured();
   pen.fillStyle = colourOf("--card");
   pen.fillRect(0, 0, canvas.width, canvas.height);
-  pen.font = `600 ${14 * scale}px system-ui`;
+  pen.drawImage(source, 0, Math.round(head * scale));
+  pen.scale(scale, scale);
   pen.fillStyle = colourOf("--ink");
-  pen.fillText(title, 10 * scale, 22 * scale);
-  let x = 24 * scale + pen.measureText(title).width;
-  pen.font = `${12 * scale}px system-ui`;
-  for (const { label, colour } of drawn) {
-    pen.fillStyle = colourOf(colour);
-    pen.fillText(label, x, 22 * scale);
-    x += pen.measureText(label).width + 14 * scale;
-  }
-  pen.drawImage(source, 0, head);
+  pen.font = "600 14px system-ui";
+  pen.fillText(title, 10, 22);
+  pen.font = font;
+  pen.lineWidth = 2;
+  drawn.forEach(({ label, colour, line }, at) => {
+    const [x, y] = [10 + places[at]!.x, 40 + LINE_PX * places[at]!.line];
+    pen.strokeStyle = colourOf(colour);
+    pen.setLineDash(dashOf(line));
+    pen.beginPath();
+    pen.moveTo(x, y - 4);
+    pen.lineTo(x + SAMPLE_PX - 5, y - 4);
+    pen.stroke();
+    pen.fillText(label, x + SAMPLE_PX, y);
+  });
   const blob = await new Promise<Blob | null>((done) => canvas.toBlob(done, "image/png"));
-  if (blob) save(`${file(title)}.png`, blob);
+  if (blob) save(`${fileName(title)}.png`, blob);
 }

@@ -3,8 +3,6 @@
 import { useEffect, useState } from "preact/hooks";
 
 type Theme = "light" | "dark";
-/** Of lines and versions, by the names of their variables. */
-export const COLOURS = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7", "--c8"];
 const CHOSEN = "opentinker-theme";
 const system = window.matchMedia("(prefers-color-scheme: dark)");
 const listeners = new Set<() => void>();

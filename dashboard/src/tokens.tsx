@@ -4,7 +4,7 @@ import type { JSX } from "preact";
 import { useMemo, useRef, useState } from "preact/hooks";
 import { chosen } from "./lib/choosing.ts";
 import type { Tokens } from "./lib/match.ts";
-import { COLOURS } from "./theme.ts";
+import { COLOURS } from "./lib/looks.ts";
 
 export type Colour = "text" | "mask" | "logprob" | "advantage" | "version";
 

@@ -51,6 +51,11 @@ export function ago(unix: number, now = Date.now() / 1000): string {
   return `${duration(now - unix)} ago`;
 }
 
+/** A title as the name of a file, without its ending. */
+export function fileName(title: string): string {
+  return title.toLowerCase().replace(/[^a-z0-9]+/g, "-");
+}
+
 /** Hands a file to the browser. */
 export function save(name: string, data: Blob): void {
   const url = URL.createObjectURL(data);

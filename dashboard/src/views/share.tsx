@@ -13,7 +13,8 @@ const TIMES: [string, string][] = [
   [String(30 * DAY_S), "for a month"],
 ];
 
-export function Share({ jobs }: { jobs: string[] }): JSX.Element | null {
+/** `at`: the view that the link opens; without it, this one. */
+export function Share({ jobs, at }: { jobs: string[]; at?: string }): JSX.Element | null {
   const [seconds, setSeconds] = useState(TIMES[1]![0]);
   const [link, setLink] = useState("");
   const { doing, problem, act } = useDoing();
@@ -21,13 +22,13 @@ export function Share({ jobs }: { jobs: string[] }): JSX.Element | null {
   const make = (): void =>
     act(async () => {
       const made = await ask<{ key: string }>("/v1/shares", { method: "POST", body: { jobs, expires_in_s: Number(seconds) } });
-      setLink(`${location.origin}/#/share/${made.key}${location.hash.slice(1)}`);
+      setLink(`${location.origin}/#/share/${made.key}${at ?? location.hash.slice(1)}`);
     });
   return (
     <details class="columns share">
       <summary>Share</summary>
       <div class="card">
-        <p class="dim">Anyone with the link can see {jobs.length > 1 ? "these jobs" : "this job"} and nothing else, and can change nothing.</p>
+        <p class="dim">Anyone with the link can see {jobs.length > 1 ? `these ${jobs.length} jobs` : "this job"} and nothing else, and can change nothing.</p>
         <div class="bar">
           <Select label="How long" value={seconds} of={TIMES} choose={setSeconds} />
           <button disabled={doing} onClick={make}>

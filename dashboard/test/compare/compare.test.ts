@@ -1,6 +1,6 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { csv, curve, differences, ending, grouped, groupsOf, isFalling, labelsOf, metricNames, scatter, type Run } from "../../src/lib/compare/compare.ts";
+import { csv, curve, curvesTable, differences, ending, grouped, groupsOf, isFalling, labelsOf, metricNames, scatter, tagGroupings, type Run } from "../../src/lib/compare/compare.ts";
 
 function run(id: string, lr: number, values: number[], tags: string[] = []): Run {
   const points = values.map((value, step) => ({ source: "trainer", incarnation: "i", seq: step, time: step, step: step + 1, values: { reward: value } }));
@@ -45,11 +45,37 @@ test("runs are told apart by their ids where they share a name", () => {
 
 test("a setting is drawn against how a metric ended", () => {
   const runs = [run("a", 0.1, [0, 2]), run("b", 0.2, [])];
-  assert.deepEqual(scatter(runs, "train.lr", "reward"), [{ x: 0.1, y: 2, label: "run a a" }]);
+  assert.deepEqual(scatter(runs, "train.lr", "reward"), [{ x: 0.1, y: 2, label: "run a a", run: 0 }]);
   assert.deepEqual(scatter(runs, "algorithm.preset", "reward"), []);
   assert.deepEqual(metricNames(runs), ["reward"]);
 });
 
 test("a table is written so that no cell becomes a formula or two", () => {
   assert.equal(csv([["a,b", 'say "x"'], ["=1+1", "-5"]]), `"a,b","say ""x"""\n'=1+1,-5\n`);
+});
+
+test("runs are grouped by the value of one tag, or by whether they have it, whatever their other tags are", () => {
+  const runs = [run("a", 1, [], ["small", "seed-1"]), run("b", 1, [], ["small", "seed-2"]), run("c", 1, [], ["rank=8", "seed-1"])];
+  const found = tagGroupings(runs).map(([, text]) => text);
+  assert.deepEqual(found.slice(0, 3), ["by all tags", "by tag rank", "by tag seed"]);
+  const by = (text: string): string[] => groupsOf(runs, tagGroupings(runs).find((one) => one[1] === text)![0]);
+  assert.deepEqual(by("by tag seed"), ["1", "2", "1"]);
+  assert.deepEqual(by("by tag rank"), ["", "", "8"]);
+  assert.deepEqual(by("with or without tag small"), ["small", "small", "not small"]);
+  assert.deepEqual(tagGroupings([run("a", 1, []), run("b", 1, [])]), []);
+  assert.deepEqual(tagGroupings([run("a", 1, [], ["x"]), run("b", 1, [], ["x"])]), [["tag", "by all tags"]]);
+});
+
+test("groups have looks of their own too", () => {
+  const runs = [run("a", 0.1, [0, 2]), run("b", 0.2, [9])];
+  const lines = grouped(runs.map((one) => curve(one, "reward")), groupsOf(runs, "train.lr"));
+  assert.deepEqual(lines.map(({ colour, pattern }) => [colour, pattern]), [[0, 0], [1, 0]]);
+});
+
+test("curves are a table with a row for each step of each run", () => {
+  assert.deepEqual(curvesTable([run("a", 1, [0, 2]), run("b", 1, [])], ["reward", "loss"]), [
+    ["id", "name", "step", "reward", "loss"],
+    ["a", "run a", "1", "0", ""],
+    ["a", "run a", "2", "2", ""],
+  ]);
 });

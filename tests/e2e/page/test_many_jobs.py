@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import orjson
@@ -11,7 +12,7 @@ from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.store import Store
 from tests.e2e.page.conftest import IN_BROWSER, Open
-from tests.e2e.page.running_jobs import Trainer, reward
+from tests.e2e.page.running_jobs import Trainer, reward, saved
 from tests.support.api import SPEC, Http
 
 pytestmark = IN_BROWSER
@@ -51,6 +52,35 @@ async def test_compared_runs_are_lines_across_their_settings(opened: Open, http:
     strengths = [float(await lines.nth(place).get_attribute("opacity") or 0) for place in range(2)]
     assert strengths[0] < strengths[1] == 1.0
     await expect(tab.page.locator(".parallel")).to_contain_text("rollout.max_tokens")
+    scatter = tab.page.locator(".scatter", has_text="by rollout.max_tokens")
+    for tick in ("4", "6", "8", "0.4", "0.8"):
+        await expect(scatter.locator("text").filter(has_text=re.compile(f"^{tick}$"))).to_have_count(1)
+    assert (await saved(tab, "by rollout.max_tokens as PNG")).startswith(b"\x89PNG")
+    html = (await saved(tab, "HTML", exact=True)).decode()
+    assert html.count("<circle") == 2 and html.count("<polyline") == 2 and "var(" not in html.split("<svg", 1)[1]
+    assert (await saved(tab, "Curves as CSV")).decode().splitlines() == [
+        "id,name,step,reward/mean,exact", f"{jobs[0]},test,1,0.2,0.1", f"{jobs[1]},test,1,0.9,0.45",
+    ]  # fmt: skip
+
+
+async def test_a_run_looks_the_same_in_every_chart_and_too_many_are_said(
+    opened: Open, http: Http, store: Store, bus: Bus
+) -> None:
+    jobs = [await store.create_job(id=f"j-{n:010}", spec=spec(name=f"run {n}"), tenant="default") for n in range(51)]
+    for place, names in ((0, ["loss"]), (9, ["loss", "entropy"]), (50, ["loss", "entropy"])):
+        await Trainer(bus, jobs[place]).says(1, dict.fromkeys(names, 0.5))
+    tab = await opened(http.url, "compare", ",".join(jobs))
+    await tab.shows("the first 50 of 51 jobs")
+    sample = "n => getComputedStyle(n.querySelector('i')).background"
+    looks = [
+        await tab.page.locator(f'[data-chart="{chart}"] .key', has_text="run 9").evaluate(sample)
+        for chart in ("loss", "entropy")
+    ]
+    first = await tab.page.locator('[data-chart="loss"] .key', has_text="run 0").evaluate(sample)
+    assert looks[0] == looks[1] != first
+    await tab.page.locator("summary", has_text="Share").click()
+    await tab.page.get_by_role("button", name="Make a link").click()
+    await expect(tab.page.get_by_label("Link")).to_have_value(re.compile("#/share/"))
 
 
 async def test_episodes_of_two_runs_on_the_same_rows_stand_side_by_side(opened: Open, http: Http, ctx: Context) -> None:
@@ -78,6 +108,13 @@ async def test_episodes_of_two_runs_on_the_same_rows_stand_side_by_side(opened: 
     await expect(rows.first).to_contain_text("eight 0")
     await tab.page.get_by_label("only where the rewards differ").check()
     await expect(rows).to_have_count(1)
+    await tab.page.get_by_label("Left").select_option(jobs[1])
+    await tab.page.get_by_label("Right").select_option(jobs[0])
+    await expect(rows.first.locator("> div").first).to_contain_text("eight 0")
+    other = await opened(http.url)
+    await other.page.goto(tab.page.url)
+    await expect(other.page.locator(".pair-of")).to_have_count(1)
+    await expect(other.page.locator(".pair-of > div").first).to_contain_text("eight 0")
 
 
 async def test_a_long_list_has_every_job_once(opened: Open, http: Http, store: Store) -> None:

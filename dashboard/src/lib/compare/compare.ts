@@ -1,6 +1,7 @@
 // Several runs beside each other: which settings differ, how each metric ended, and runs of one kind as one line.
 
-import type { Line } from "../curves/series.ts";
+import { aligned, type Line } from "../curves/series.ts";
+import { lookOf } from "../looks.ts";
 import type { Json, Point } from "../types.ts";
 
 /** What people call a job says nothing about what it does. */
@@ -51,9 +52,19 @@ export function labelsOf(runs: Pick<Run, "id" | "name">[]): string[] {
   return runs.map(({ id, name }) => (runs.filter((other) => other.name === name).length > 1 ? `${name} ${id}` : name));
 }
 
+const curves = new WeakMap<Run, Map<string, Line>>();
+
 /** A metric of a run by step; a step that was trained again replaces the old one and those after it. */
 export function curve(run: Run, name: string, label = run.name): Line {
-  const line: Line = { label, x: [], y: [] };
+  const known = curves.get(run) ?? new Map<string, Line>();
+  curves.set(run, known);
+  let line = known.get(name);
+  if (!line) known.set(name, (line = read(run, name)));
+  return { ...line, label };
+}
+
+function read(run: Run, name: string): Line {
+  const line: Line = { label: run.name, x: [], y: [] };
   for (const point of [...run.points].sort((a, b) => a.time - b.time)) {
     const value = point.values[name];
     if (value === undefined) continue;
@@ -96,7 +107,7 @@ export function ending(line: Line, falls = false): Ending | null {
 
 /** One line for each group: the mean of its runs where all of those that have come so far have a value, with one standard deviation. */
 export function grouped(lines: Line[], groups: string[]): Line[] {
-  return [...new Set(groups)].map((group) => {
+  return [...new Set(groups)].map((group, place) => {
     const own = lines.filter((_, i) => groups[i] === group && lines[i]!.x.length);
     const at = new Map<number, number[]>();
     for (const line of own) line.x.forEach((x, i) => at.set(x, [...(at.get(x) ?? []), line.y[i]!]));
@@ -104,6 +115,7 @@ export function grouped(lines: Line[], groups: string[]): Line[] {
     const mean = steps.map(([, values]) => values.reduce((sum, value) => sum + value, 0) / values.length);
     const spread = steps.map(([, values], i) => Math.sqrt(values.reduce((sum, value) => sum + (value - mean[i]!) ** 2, 0) / values.length));
     return {
+      ...lookOf(place),
       label: `${group || "–"} (${own.length})`,
       x: steps.map(([x]) => x),
       y: mean,
@@ -113,20 +125,56 @@ export function grouped(lines: Line[], groups: string[]): Line[] {
   });
 }
 
-/** By what runs can be grouped: their tags, or a setting that differs. */
+/** A tag as a key and a value: `seed=3`, `seed:3`, `seed-3` and `seed 3` have the key `seed`. */
+const KEYED = /^(.*[^\s=:-])\s*(?:[=:]|[ -](?=\d))\s*(\S.*)$/;
+const OF_KEY = "tag-key:";
+const HAS = "has-tag:";
+
+/** By what runs can be grouped besides settings: all tags of each, the values of a key, or whether they have a tag. */
+export function tagGroupings(runs: Pick<Run, "tags">[]): [by: string, text: string][] {
+  const all = [...new Set(runs.flatMap((run) => run.tags))].sort();
+  if (!all.length) return [];
+  const keys = [...new Set(all.flatMap((tag) => KEYED.exec(tag)?.[1] ?? []))];
+  const some = all.filter((tag) => runs.some((run) => !run.tags.includes(tag)));
+  const several = keys.filter((key) => new Set(runs.map((run) => valueOf(run, key))).size > 1);
+  return [
+    ["tag", "by all tags"],
+    ...several.map((key): [string, string] => [OF_KEY + key, `by tag ${key}`]),
+    ...some.map((tag): [string, string] => [HAS + tag, `with or without tag ${tag}`]),
+  ];
+}
+
+function valueOf(run: Pick<Run, "tags">, key: string): string {
+  return run.tags.flatMap((tag) => (KEYED.exec(tag)?.[1] === key ? KEYED.exec(tag)![2]! : [])).join(" + ");
+}
+
+/** The group of each run, by its tags or by a setting that differs. */
 export function groupsOf(runs: Run[], by: string): string[] {
   if (by === "tag") return runs.map((run) => run.tags.join(" + "));
+  if (by.startsWith(OF_KEY)) return runs.map((run) => valueOf(run, by.slice(OF_KEY.length)));
+  const tag = by.startsWith(HAS) ? by.slice(HAS.length) : null;
+  if (tag !== null) return runs.map((run) => (run.tags.includes(tag) ? tag : `not ${tag}`));
   const found = differences(runs.map((run) => run.spec)).find((one) => one.path === by);
   return found ? found.values : runs.map((run) => run.id);
 }
 
-/** Points of a setting against how a metric ended; those whose setting is no number are left out. */
-export function scatter(runs: Run[], path: string, metric: string): { x: number; y: number; label: string }[] {
-  return runs.flatMap((run) => {
+/** Points of a setting against how a metric ended, with the place of their run; those whose setting is no number are left out. */
+export function scatter(runs: Run[], path: string, metric: string): { x: number; y: number; label: string; run: number }[] {
+  return runs.flatMap((run, place) => {
     const x = Number(flattened(run.spec).get(path) || NaN);
     const end = ending(curve(run, metric));
-    return Number.isFinite(x) && end ? [{ x, y: end.last, label: `${run.name} ${run.id}` }] : [];
+    return Number.isFinite(x) && end ? [{ x, y: end.last, label: `${run.name} ${run.id}`, run: place }] : [];
   });
+}
+
+/** The curves of some metrics, a row for each step of each run. */
+export function curvesTable(runs: Run[], metrics: string[]): string[][] {
+  const rows = runs.flatMap((run) => {
+    const lines = metrics.map((name) => curve(run, name));
+    const table = aligned(lines.map(({ x, y }) => ({ x, ys: [y] })));
+    return table[0]!.map((step, at) => [run.id, run.name, String(step), ...table.slice(1).map((column) => String(column[at] ?? ""))]);
+  });
+  return [["id", "name", "step", ...metrics], ...rows];
 }
 
 /** A text that a spreadsheet would take for a formula gets an apostrophe. */

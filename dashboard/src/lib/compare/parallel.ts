@@ -1,5 +1,6 @@
 // Runs as lines across parallel axes: one axis for each setting that differs, and one for how the runs ended.
 
+import { isWide } from "./axis.ts";
 import { curve, differences, ending, type Run } from "./compare.ts";
 
 export interface Axis {
@@ -18,16 +19,17 @@ export interface Strand {
 }
 
 const MOST_AXES = 8;
-/** Positive numbers of which the largest is so many times the smallest are shown by orders of magnitude. */
-const WIDE = 20;
 
-export function parallel(runs: Run[], metric: string, falls: boolean): { axes: Axis[]; strands: Strand[] } {
-  const settings = differences(runs.map((run) => run.spec)).slice(0, MOST_AXES);
+/** `left`: settings that differ and have no axis. */
+export function parallel(runs: Run[], metric: string, falls: boolean): { axes: Axis[]; strands: Strand[]; left: number } {
+  const all = differences(runs.map((run) => run.spec));
+  const settings = all.slice(0, MOST_AXES);
   const ends = runs.map((run) => ending(curve(run, metric))?.last);
   const columns = [...settings.map((one) => axisOf(one.path, one.values)), axisOf(metric, ends.map((end) => (end === undefined ? "" : String(end))))];
   const last = columns[columns.length - 1]!;
   return {
     axes: columns.map(({ axis }) => axis),
+    left: all.length - settings.length,
     strands: runs.map((run, row) => {
       const height = last.at[row] ?? null;
       return { id: run.id, name: run.name, at: columns.map(({ at }) => at[row] ?? null), rank: height === null || !falls ? height : 1 - height };
@@ -47,7 +49,7 @@ function axisOf(name: string, values: string[]): { axis: Axis; at: (number | nul
     };
   }
   const [low, high] = [Math.min(...numbers), Math.max(...numbers)];
-  const scaled = low > 0 && high / low >= WIDE ? Math.log : (value: number): number => value;
+  const scaled = isWide(low, high) ? Math.log : (value: number): number => value;
   const span = scaled(high) - scaled(low) || 1;
   const marks = low === high ? [{ at: 0.5, text: String(low) }] : [{ at: 0, text: String(low) }, { at: 1, text: String(high) }];
   return {

@@ -5,12 +5,17 @@ import { useEffect, useMemo, useState } from "preact/hooks";
 import { Chart, type Look } from "../../chart.tsx";
 import { go } from "../../hooks.ts";
 import { ask, job as pathOf, Problem } from "../../lib/api.ts";
-import { csv, curve, differences, ending, grouped, groupsOf, isFalling, labelsOf, metricNames, scatter, type Run } from "../../lib/compare/compare.ts";
+import {
+  csv, curve, curvesTable, differences, ending, grouped, groupsOf, isFalling, labelsOf, metricNames, tagGroupings, type Run,
+} from "../../lib/compare/compare.ts"; // prettier-ignore
+import { lookOf } from "../../lib/looks.ts";
 import { FINAL, type JobDetail, type Point } from "../../lib/types.ts";
 import { save, short } from "../../lib/words.ts";
 import { Choice, Empty, Said, Select, Table, type Column } from "../../parts.tsx";
+import { alone } from "./figure.tsx";
 import { Pairs } from "./pairs.tsx";
 import { Parallel } from "./parallel.tsx";
+import { Scatter } from "./scatter.tsx";
 import { Share } from "../share.tsx";
 
 export const MOST_RUNS = 50;
@@ -18,7 +23,6 @@ const LOOK_MS = 5000;
 const PAGE = 5000;
 const FIRST = ["reward/mean", "val/reward/mean", "exact", "loss", "entropy"];
 const SMOOTH = [0, 0.6, 0.9];
-const PLOT = { width: 420, height: 220, edge: 24 };
 
 interface History {
   metrics: (Point & { cursor: number })[];
@@ -37,13 +41,14 @@ interface Read {
 }
 
 /** `view`: what the address says, as a query. */
-export function Compare({ ids, view }: { ids: string[]; view: string }): JSX.Element {
-  const { runs, problems, isReading } = useRuns(ids.slice(0, MOST_RUNS));
+export function Compare({ ids: all, view }: { ids: string[]; view: string }): JSX.Element {
+  const ids = all.slice(0, MOST_RUNS);
+  const { runs, problems, isReading } = useRuns(ids);
   const query = new URLSearchParams(view);
   const change = (name: string, value: string): void => {
     if (value) query.set(name, value);
     else query.delete(name);
-    go("compare", ids.join(), `${query}`);
+    go("compare", all.join(), `${query}`);
   };
   const names = useMemo(() => metricNames(runs), [runs]);
   const shown = query.get("metrics")?.split(",") ?? FIRST.filter((name) => names.includes(name)).slice(0, 4);
@@ -52,6 +57,7 @@ export function Compare({ ids, view }: { ids: string[]; view: string }): JSX.Ele
   const differing = useMemo(() => differences(runs.map((run) => run.spec)), [runs]);
   const groups = by ? groupsOf(runs, by) : [];
   const labels = useMemo(() => labelsOf(runs), [runs]);
+  const looks = runs.map((run) => lookOf(ids.indexOf(run.id))); // of a run, in every chart
   const metric = shown[0] ?? "";
   if (!ids.length) return <Empty>Select jobs in the list, then press Compare.</Empty>;
   return (
@@ -66,7 +72,7 @@ export function Compare({ ids, view }: { ids: string[]; view: string }): JSX.Ele
         <Select
           label="Group by"
           value={by}
-          of={[["", "each run"], ["tag", "by tags"], ...differing.map(({ path }) => [path, `by ${path}`] as const)]}
+          of={[["", "each run"], ...tagGroupings(runs), ...differing.map(({ path }) => [path, `by ${path}`] as const)]}
           choose={(value) => change("by", value)}
         />
         <Select
@@ -81,21 +87,27 @@ export function Compare({ ids, view }: { ids: string[]; view: string }): JSX.Ele
         </label>
         <span class="spring" />
         <button onClick={() => save("compare.csv", new Blob([csv(tableOf(runs, differing, shown))], { type: "text/csv" }))}>CSV</button>
+        <button onClick={() => save("curves.csv", new Blob([csv(curvesTable(runs, shown))], { type: "text/csv" }))}>Curves as CSV</button>
         <button onClick={() => save("compare.html", new Blob([page()], { type: "text/html" }))}>HTML</button>
       </div>
+      {all.length > ids.length && (
+        <p class="note">
+          These are the first {ids.length} of {all.length} jobs: no more are compared at once. <a href="#/">Select fewer</a>, or filter the list first.
+        </p>
+      )}
       {isReading && <p class="dim">Reading…</p>}
       <div class="charts">
         {shown.map((name) => {
-          const lines = runs.map((run, at) => curve(run, name, labels[at]));
+          const lines = runs.map((run, at) => ({ ...curve(run, name, labels[at]), ...looks[at]! }));
           return <Chart key={name} title={name} about="" lines={by ? grouped(lines, groups) : lines} look={look} positive={false} />;
         })}
       </div>
-      <RunTable runs={runs} differing={differing} metrics={shown} remove={(id) => go("compare", ids.filter((one) => one !== id).join(), `${query}`)} />
+      <RunTable runs={runs} differing={differing} metrics={shown} remove={(id) => go("compare", all.filter((one) => one !== id).join(), `${query}`)} />
       {metric && <Parallel runs={runs} metric={metric} falls={isFalling(metric)} />}
       <div class="charts">
-        {metric && differing.map(({ path }) => <Scatter key={path} path={path} metric={metric} runs={runs} />)}
+        {metric && differing.map(({ path }) => <Scatter key={path} path={path} metric={metric} runs={runs} looks={looks} />)}
       </div>
-      <Pairs runs={runs} />
+      <Pairs runs={runs} query={query} change={change} />
     </>
   );
 }
@@ -138,43 +150,19 @@ function RunTable({ runs, differing, metrics, remove }: { runs: Run[]; differing
   );
 }
 
-function Scatter({ path, metric, runs }: { path: string; metric: string; runs: Run[] }): JSX.Element | null {
-  const points = scatter(runs, path, metric);
-  if (points.length < 2) return null;
-  const scaled = (values: number[], size: number): ((value: number) => number) => {
-    const [low, high] = [Math.min(...values), Math.max(...values)];
-    return (value) => PLOT.edge + ((value - low) / (high - low || 1)) * (size - 2 * PLOT.edge);
-  };
-  const logs = points.every((point) => point.x > 0);
-  const place = (x: number): number => (logs ? Math.log(x) : x);
-  const [x, y] = [scaled(points.map((point) => place(point.x)), PLOT.width), scaled(points.map((point) => point.y), PLOT.height)];
-  return (
-    <figure class="card scatter">
-      <figcaption>
-        {metric} (last) by {path}
-      </figcaption>
-      <svg viewBox={`0 0 ${PLOT.width} ${PLOT.height}`} role="img" aria-label={`${metric} by ${path}`}>
-        {points.map((point) => (
-          <circle key={point.label} cx={x(place(point.x))} cy={PLOT.height - y(point.y)} r="5">
-            <title>{`${point.label}: ${point.x}, ${short(point.y)}`}</title>
-          </circle>
-        ))}
-      </svg>
-    </figure>
-  );
-}
-
-/** What is shown as a page of its own: the charts as pictures, and the table. Each chart saves itself as PNG too. */
+/** The view as a page by itself: the charts as pictures, the drawings, and the table. Each of them saves itself as PNG too. */
 function page(): string {
+  const escaped = (text: string): string => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;");
+  const figure = (inner: string, text: string): string => `<figure>${inner}<figcaption>${escaped(text)}</figcaption></figure>`;
   const charts = [...document.querySelectorAll<HTMLElement>("[data-chart]")].map((chart) => {
     const picture = chart.querySelector("canvas")?.toDataURL() ?? "";
     const legend = `${chart.dataset["chart"]}: ${chart.querySelector(".legend")?.textContent ?? ""}`;
-    const text = legend.replaceAll("&", "&amp;").replaceAll("<", "&lt;");
-    return `<figure><img src="${picture}" width="${chart.clientWidth}"><figcaption>${text}</figcaption></figure>`;
+    return figure(`<img src="${picture}" width="${chart.clientWidth}">`, legend);
   });
+  const drawings = [...document.querySelectorAll<HTMLElement>("[data-drawing]")].map((one) => figure(alone(one.querySelector("svg")!), one.dataset["drawing"]!));
   const table = document.querySelector("table.compared");
   const rows = table ? new XMLSerializer().serializeToString(table) : "";
-  return `<!doctype html><meta charset="utf-8"><title>Compared runs</title><p>${new Date().toISOString()}</p>${charts.join("")}${rows}`;
+  return `<!doctype html><meta charset="utf-8"><title>Compared runs</title><p>${new Date().toISOString()}</p>${charts.join("")}${drawings.join("")}${rows}`;
 }
 
 /** The runs with their whole histories, read on while they are not over. One that cannot be read keeps up no other. */
@@ -198,7 +186,8 @@ function useRuns(ids: string[]): { runs: Run[]; problems: [string, Problem][]; i
       clearTimeout(timer);
     };
   }, [ids.join()]);
-  const runs = useMemo(() => known.flatMap(({ run }) => run ?? []), [known]);
+  // the address may name other runs than those that were read last
+  const runs = useMemo(() => known.flatMap(({ id, run }) => (run && ids.includes(id) ? run : [])), [known, ids.join()]);
   return { runs, problems: known.flatMap(({ id, problem }) => (problem ? [[id, problem]] : [])), isReading };
 }
 

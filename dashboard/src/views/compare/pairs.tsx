@@ -18,32 +18,47 @@ interface Answer {
   transcripts: Exam[];
 }
 
-export function Pairs({ runs }: { runs: Run[] }): JSX.Element | null {
-  const [chosen, choose] = useState<[string, string] | null>(null);
-  const [open, setOpen] = useState(false);
+interface Props {
+  runs: Run[];
+  /** What the address says: `pair` (two ids), `open` and `differing`. */
+  query: URLSearchParams;
+  change: (name: string, value: string) => void;
+}
+
+export function Pairs({ runs, query, change }: Props): JSX.Element | null {
   if (runs.length < 2) return null;
-  const [left, right] = chosen ?? [runs[0]!.id, runs[1]!.id];
+  const given = (query.get("pair") ?? "").split(",");
+  const has = (id: string | undefined): id is string => runs.some((run) => run.id === id);
+  const left = has(given[0]) ? given[0] : runs[0]!.id;
+  const right = has(given[1]) ? given[1] : runs[1]!.id;
+  const open = query.has("open");
   const names = runs.map((run): [string, string] => [run.id, `${run.name} ${run.id}`]);
   return (
-    <details class="card pairs" onToggle={(event) => setOpen(event.currentTarget.open)}>
+    <details class="card pairs" open={open} onToggle={(event) => event.currentTarget.open !== open && change("open", event.currentTarget.open ? "1" : "")}>
       <summary>Evaluation episodes on the same rows, side by side</summary>
       <div class="bar">
-        <Select label="Left" value={left} of={names} choose={(id) => choose([id, right])} />
-        <Select label="Right" value={right} of={names} choose={(id) => choose([left, id])} />
+        <Select label="Left" value={left} of={names} choose={(id) => change("pair", `${id},${right}`)} />
+        <Select label="Right" value={right} of={names} choose={(id) => change("pair", `${left},${id}`)} />
       </div>
-      {open && <Both key={`${left} ${right}`} left={left} right={right} />}
+      {open && <Both key={`${left} ${right}`} left={left} right={right} differing={query.has("differing")} setDiffering={(on) => change("differing", on ? "1" : "")} />}
     </details>
   );
 }
 
-function Both({ left, right }: { left: string; right: string }): JSX.Element {
+interface BothProps {
+  left: string;
+  right: string;
+  differing: boolean;
+  setDiffering: (on: boolean) => void;
+}
+
+function Both({ left, right, differing, setDiffering }: BothProps): JSX.Element {
   const [one, other] = [useAsked<Answer>(path(left, "/transcripts")), useAsked<Answer>(path(right, "/transcripts"))];
-  const [differing, setDiffering] = useState(false);
   const [most, setMost] = useState(FIRST);
   if (!one.value || !other.value) return <Said problem={one.problem ?? other.problem} />;
   const all = pairs(one.value.transcripts, other.value.transcripts);
   const shown = differing ? all.filter(([a, b]) => a.reward !== b.reward) : all;
-  if (!all.length) return <p class="dim">They have no evaluation episode with the same beginning ([validation] in the spec, or eval jobs).</p>;
+  if (!all.length) return <p class="dim">No evaluation episode of one begins like one of the other. Choose other runs, or evaluate both on the same rows: [validation] in the spec, or opentinker eval.</p>;
   return (
     <>
       <p class="dim">

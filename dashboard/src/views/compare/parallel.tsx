@@ -3,21 +3,21 @@
 import type { JSX } from "preact";
 import type { Run } from "../../lib/compare/compare.ts";
 import { parallel } from "../../lib/compare/parallel.ts";
-import { short } from "../../lib/words.ts";
+import { counted, short } from "../../lib/words.ts";
+import { Figure } from "./figure.tsx";
 
 const STEP = 150;
 const HEIGHT = 220;
 const EDGE = 34;
 
 export function Parallel({ runs, metric, falls }: { runs: Run[]; metric: string; falls: boolean }): JSX.Element | null {
-  const { axes, strands } = parallel(runs, metric, falls);
+  const { axes, strands, left } = parallel(runs, metric, falls);
   if (axes.length < 2 || strands.length < 2) return null;
   const x = (axis: number): number => EDGE + axis * STEP;
   const y = (at: number): number => HEIGHT - EDGE - at * (HEIGHT - 2 * EDGE);
   const width = x(axes.length - 1) + STEP;
   return (
-    <figure class="card parallel">
-      <figcaption>Settings and {metric}; the stronger a line, the better its run</figcaption>
+    <Figure title={`Settings and ${metric}; the stronger a line, the better its run`} look="parallel">
       <svg viewBox={`0 0 ${width} ${HEIGHT}`} width={width} height={HEIGHT} role="img" aria-label={`Settings of ${strands.length} runs, and ${metric}`}>
         {strands.map((one) => (
           <polyline
@@ -42,6 +42,7 @@ export function Parallel({ runs, metric, falls }: { runs: Run[]; metric: string;
           </g>
         ))}
       </svg>
-    </figure>
+      {left > 0 && <p class="dim">Without {counted(left, "other setting")}; the table has all that differ.</p>}
+    </Figure>
   );
 }
