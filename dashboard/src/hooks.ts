@@ -22,7 +22,29 @@ export function useAddress(): string[] {
     changed(); // it may have changed since this was drawn
     return () => window.removeEventListener("hashchange", changed);
   }, []);
-  return address.replace(/^#\/?/, "").split("/").filter(Boolean).map(decoded);
+  return address.split("?", 1)[0]!.replace(/^#\/?/, "").split("/").filter(Boolean).map(decoded);
+}
+
+/** What stands behind a "?" in the address. */
+export function queryNow(): string {
+  return location.hash.split("?").slice(1).join("?");
+}
+
+/** That, and a function that replaces it: no step for the browser's Back. */
+export function useQuery(): [string, (query: string) => void] {
+  const [query, set] = useState(queryNow);
+  useEffect(() => {
+    const changed = (): void => set(queryNow());
+    window.addEventListener("hashchange", changed);
+    changed();
+    return () => window.removeEventListener("hashchange", changed);
+  }, []);
+  const replace = useCallback((next: string): void => {
+    const address = location.hash.split("?", 1)[0] || "#/";
+    history.replaceState(history.state, "", next ? `${address}?${next}` : address);
+    set(next);
+  }, []);
+  return [query, replace];
 }
 
 /** A part of an address that somebody typed may be no encoded text. */
@@ -137,6 +159,16 @@ export function useSettled<T>(value: T, afterMs: number): T {
     return () => clearTimeout(timer);
   }, [value, afterMs]);
   return settled;
+}
+
+/** Whether this was drawn first so long ago. */
+export function useAfter(ms: number): boolean {
+  const [is, set] = useState(ms === 0);
+  useEffect(() => {
+    const timer = setTimeout(() => set(true), ms);
+    return () => clearTimeout(timer);
+  }, []);
+  return is;
 }
 
 /** Whether an owner is an API key, not a user. */

@@ -64,6 +64,38 @@ async def test_jobs_are_listed_by_project_tag_and_order(opened: Open, http: Http
     await expect(rows.nth(2)).to_contain_text("c-third")
 
 
+async def test_the_address_holds_the_list_of_jobs(opened: Open, http: Http) -> None:
+    for name, kept in (("a", {"name": "copy_digits"}), ("b", {"name": "copy_digits"}), ("c", {"name": "gsm8k"})):
+        await http.job({**SPEC, "name": name, "environment": kept})
+    tab = await opened(http.url)
+    rows, heads = tab.page.locator(".jobs tbody tr"), tab.page.locator(".jobs thead")
+    await heads.get_by_role("button", name="Job").click()
+    await expect(rows.first).to_contain_text("a")
+    await heads.get_by_role("button", name="Job").click()
+    await expect(tab.page.locator("th", has_text="Job")).to_have_attribute("aria-sort", "descending")
+    await expect(rows.first).to_contain_text("gsm8k")
+    await tab.page.locator("summary", has_text="Filters").click()
+    await tab.page.get_by_label("Filter by environment").select_option("copy_digits")
+    await expect(rows).to_have_count(2)
+    await tab.page.reload()
+    other = await opened(http.url)
+    await other.page.goto(tab.page.url)
+    for one in (tab, other):
+        await expect(one.page.locator(".jobs tbody tr")).to_have_count(2)
+        await expect(one.page.locator(".jobs tbody tr").first).to_contain_text("b")
+        await expect(one.page.get_by_role("button", name="environment: copy_digits")).to_have_count(1)
+    await tab.page.get_by_label("Search jobs").fill("no such job")
+    await tab.page.get_by_role("button", name="Clear the filters").click()
+    await expect(rows).to_have_count(3)
+    await rows.first.get_by_role("button", name="gsm8k").click()
+    await expect(rows).to_have_count(1)
+    await tab.page.get_by_label("Group by").select_option("kind")
+    await tab.page.reload()
+    await expect(tab.page.locator(".groups tbody tr")).to_contain_text("rl")
+    await tab.page.get_by_role("link", name="Jobs", exact=True).click()
+    await expect(rows).to_have_count(3)
+
+
 async def test_a_job_is_named_tagged_and_noted_on_its_page(opened: Open, http: Http) -> None:
     job = await http.job({**SPEC, "name": "first", "tags": ["small"]})
     tab = await opened(http.url, "jobs", job)

@@ -4,7 +4,7 @@ import type { JSX } from "preact";
 import { useAsked, useKeyNames } from "../../hooks.ts";
 import { counted } from "../../lib/words.ts";
 import { Empty, Said, Table, type Column } from "../../parts.tsx";
-import type { Label } from "./job-row.tsx";
+import type { Label } from "../../lib/jobs/view.ts";
 
 const LOOK_S = 5;
 
@@ -17,8 +17,8 @@ interface Group {
 export function Groups({ by, filter, choose }: { by: Label[0]; filter: string; choose: (label: Label) => void }): JSX.Element {
   const { value, problem } = useAsked<{ groups: Group[] }>(`/v1/jobs/groups?by=${by}${filter}`, LOOK_S);
   const keyName = useKeyNames();
-  if (!value) return problem ? <Said problem={problem} /> : <Empty>…</Empty>;
-  if (!value.groups.length) return <Empty>No job matches.</Empty>;
+  if (!value) return problem ? <Said problem={problem} /> : <Empty>Loading…</Empty>;
+  if (!value.groups.length) return <Empty>No job matches the filters; remove one of them above.</Empty>;
   const columns: Column<Group>[] = [
     [
       by,

@@ -5,6 +5,7 @@ import { go } from "../../hooks.ts";
 import { secondsLeft } from "../../lib/jobs/pace.ts";
 import { reported } from "../../lib/curves/policies.ts";
 import { sparkline } from "../../lib/jobs/rows.ts";
+import type { Label } from "../../lib/jobs/view.ts";
 import { ENDLESS, FINAL, type Job } from "../../lib/types.ts";
 import { ago, duration, moment, short } from "../../lib/words.ts";
 import { Progress, State } from "../../parts.tsx";
@@ -15,9 +16,6 @@ export const ROW_PX = 36;
 export const COLUMNS = ["State", "Progress", "Last", "Curve", "Time", "Environment", "Model", "Project", "Owner"];
 const CURVE = { width: 90, height: 20 };
 
-/** A property by which jobs are filtered and grouped, and its value. */
-export type Label = [(typeof PROPERTIES)[number], string];
-export const PROPERTIES = ["project", "tag", "kind", "environment", "model", "owner", "state"] as const;
 
 interface RowProps {
   job: Job;
@@ -64,7 +62,7 @@ function Named({ job, choose }: { job: Job; choose: (label: Label) => void }): J
     <div class="named">
       <a href={`#/jobs/${job.id}`}>{job.name}</a>
       <small class="dim">
-        {job.id} · {job.kind}
+        {job.id} · <Value label={["kind", job.kind]} choose={choose} />
       </small>
       {job.tags.map((tag) => (
         <button key={tag} class="chip label" title="Only jobs of this tag" onClick={() => choose(["tag", tag])}>
@@ -77,6 +75,15 @@ function Named({ job, choose }: { job: Job; choose: (label: Label) => void }): J
         </small>
       )}
     </div>
+  );
+}
+
+/** A value of a job; a click shows only the jobs that have it. */
+function Value({ label, text, choose }: { label: Label; text?: string; choose: (label: Label) => void }): JSX.Element {
+  return (
+    <button class="value" title={`Only jobs of this ${label[0]}: ${label[1]}`} onClick={() => choose(label)}>
+      {text ?? label[1]}
+    </button>
   );
 }
 
@@ -108,17 +115,17 @@ const CELLS: Record<string, (props: CellProps) => JSX.Element> = {
       <></>
     ),
   Time: ({ job, now }) => {
-    const over = FINAL.includes(job.state);
     const left = secondsLeft(job, now);
+    const taken = duration((job.finished ?? now) - job.created);
     return (
       <>
-        <span title={moment(job.created)}>{duration((job.finished ?? now) - job.created)}</span>
-        <small class="dim"> {left !== null ? `${duration(left)} left` : over ? `ended ${ago(job.finished ?? now, now)}` : ""}</small>
+        <span title={moment(job.created)}>{job.finished === null ? `for ${taken}` : `took ${taken}`}</span>
+        <small class="dim"> {left !== null ? `${duration(left)} left` : job.finished !== null ? `ended ${ago(job.finished, now)}` : ""}</small>
       </>
     );
   },
-  Environment: ({ job }) => <small>{job.environment ?? ""}</small>,
-  Model: ({ job }) => <small title={job.model}>{job.model.split("/").at(-1)}</small>,
+  Environment: ({ job, choose }) => (job.environment ? <Value label={["environment", job.environment]} choose={choose} /> : <></>),
+  Model: ({ job, choose }) => <Value label={["model", job.model]} text={job.model.split("/").at(-1)!} choose={choose} />,
   Project: ({ job, choose }) =>
     job.project ? (
       <button class="chip label" title="Only jobs of this project" onClick={() => choose(["project", job.project])}>
@@ -127,9 +134,9 @@ const CELLS: Record<string, (props: CellProps) => JSX.Element> = {
     ) : (
       <></>
     ),
-  Owner: ({ job, owner }) => (
+  Owner: ({ job, owner, choose }) => (
     <small>
-      {owner || "–"}
+      {job.key ? <Value label={["owner", job.key]} text={owner} choose={choose} /> : "–"}
       {job.priority ? ` · priority ${job.priority}` : ""}
     </small>
   ),

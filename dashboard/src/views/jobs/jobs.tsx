@@ -2,29 +2,22 @@
 
 import type { JSX } from "preact";
 import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
-import { go, useAsked, useKeyNames, useNow, useSettled } from "../../hooks.ts";
+import { go, queryNow, useAfter, useAsked, useKeyNames, useNow, useQuery } from "../../hooks.ts";
 import { columnsOf, deedOf, matches, picked, windowed, type Span } from "../../lib/jobs/rows.ts";
+import {
+  directionOf, filterOf, FIRST_SORT, PROPERTIES, queryOf, SORT_OF, sortedBy, sortsFor, valueOf, viewOf, withLabel, without,
+  type Label, type ListView, type Property,
+} from "../../lib/jobs/view.ts"; // prettier-ignore
 import { type Job } from "../../lib/types.ts";
 import { counted } from "../../lib/words.ts";
 import { Empty, Said, Select } from "../../parts.tsx";
 import { Away } from "./away.tsx";
+import { Chip, Filters } from "./filters.tsx";
 import { Bulk } from "./job-actions.tsx";
 import { Groups } from "./job-groups.tsx";
-import { COLUMNS, JobRow, PROPERTIES, ROW_PX, type Label } from "./job-row.tsx";
+import { COLUMNS, JobRow, ROW_PX } from "./job-row.tsx";
 
 const STATES = ["", "running", "queued", "starting", "paused", "succeeded", "failed", "cancelled"];
-/** By the API's name of the order. */
-const SORTS: [string, string][] = [
-  ["state", "running first"],
-  ["created", "newest first"],
-  ["updated", "last changed first"],
-  ["name", "by name"],
-  ["kind", "by kind"],
-  ["project", "by project"],
-  ["environment", "by environment"],
-  ["model", "by model"],
-  ["owner", "by owner"],
-];
 const PAGE = 200;
 const LOOK_S = 2;
 /** A filter or an order is more work for the server. */
@@ -42,27 +35,21 @@ interface Answer {
 }
 
 export function Jobs(): JSX.Element {
-  const [text, setText] = useState("");
-  const [state, setState] = useState("");
-  const [sort, setSort] = useState(SORTS[0]![0]);
-  const [labels, setLabels] = useState<Label[]>([]);
+  const [query, setQuery] = useQuery();
+  const view = viewOf(query);
+  const { labels, by, sort } = view;
+  const change = (part: Partial<ListView>): void => setQuery(queryOf({ ...viewOf(queryNow()), ...part }));
   const [columns, setColumns] = useState(() => columnsOf(localStorage.getItem(KEPT_COLUMNS), COLUMNS));
-  const [by, setBy] = useState<Label[0] | "">("");
-  const without = ([kind, name]: Label): Label[] => labels.filter(([other, value]) => other !== kind || (kind === "tag" && value !== name));
-  const filter = new URLSearchParams(labels.filter(([kind]) => kind !== "tag"));
-  const tags = labels.filter(([kind]) => kind === "tag").map(([, name]) => name);
-  if (tags.length) filter.set("tag", tags.join(","));
-  const search = useSettled(text.trim(), SETTLED_MS);
-  if (state) filter.set("state", state);
-  if (search) filter.set("search", search);
-  const query = new URLSearchParams([["sort", sort], ...filter]);
-  const choose = (label: Label): void => {
-    setBy("");
-    setLabels([...without(label), label]);
-  };
+  const filter = filterOf(view);
+  const asked = new URLSearchParams([["sort", sort], ...filter]);
+  const choose = (label: Label): void => change({ by: "", labels: withLabel(labels, label) });
+  const filtered = (label: Label): void => change({ labels: withLabel(labels, label) });
+  const state = valueOf(labels, "state");
   const seen = useRef(new Map<string, Job>()); // what is known here shows at once, until the server has answered
-  const known = (): Job[] => (labels.length ? [] : [...seen.current.values()].filter((job) => (!state || job.state === state) && matches(job, search)));
-  const isFiltered = labels.length > 0 || state !== "" || search !== "";
+  const isSimple = labels.every(([name]) => name === "state") && sort === FIRST_SORT;
+  const known = (): Job[] => (isSimple ? [...seen.current.values()].filter((job) => (!state || job.state === state) && matches(job, view.search.trim())) : []);
+  const isFiltered = `${filter}` !== "";
+  const clear = (): void => change({ search: "", labels: [] });
   return (
     <>
       <h1 class="unseen">Jobs</h1>
@@ -74,16 +61,17 @@ export function Jobs(): JSX.Element {
           maxLength={200}
           placeholder="Name, id, kind, environment, model, key's id…"
           aria-label="Search jobs"
-          value={text}
-          onInput={(event) => setText(event.currentTarget.value)}
+          value={view.search}
+          onInput={(event) => change({ search: event.currentTarget.value })}
         />
-        <Select label="State" value={state} of={STATES.map((one) => [one, one || "any state"])} choose={setState} />
-        <Select label="Order" value={sort} of={SORTS} choose={setSort} />
+        <Select label="State" value={state} of={STATES.map((one) => [one, one || "any state"])} choose={(one) => filtered(["state", one])} />
+        <Filters labels={labels} choose={filtered} />
+        <Select label="Order" value={sort} of={sortsFor(sort)} choose={(one) => change({ sort: one })} />
         <Select
           label="Group by"
           value={by}
           of={[["", "no groups"], ...PROPERTIES.map((one): [string, string] => [one, `by ${one}`])]}
-          choose={(one) => setBy(one as Label[0] | "")}
+          choose={(one) => change({ by: one as Property | "" })}
         />
         <a href="#/sweeps">Sweeps</a>
         <Columns
@@ -93,16 +81,19 @@ export function Jobs(): JSX.Element {
             setColumns(names);
           }}
         />
-        {labels.map((label) => (
-          <button key={label.join()} class="chip" title="Remove from the filter" onClick={() => setLabels(without(label))}>
-            {label.join(": ")} ×
-          </button>
-        ))}
+        {labels.map((label) => label[0] !== "state" && <Chip key={label.join()} label={label} remove={() => change({ labels: without(labels, label) })} />)}
       </div>
       {by ? (
         <Groups key={`${by}${filter}`} by={by} filter={`&${filter}`} choose={choose} />
       ) : (
-        <Found key={`${query}`} filter={`&${query}`} isFiltered={isFiltered} columns={columns} choose={choose} seen={seen.current} known={known} />
+        <Found
+          key={`${asked}`}
+          filter={`&${asked}`}
+          clear={isFiltered ? clear : null}
+          rows={{ columns, sort, choose, order: (one) => change({ sort: sortedBy(sort, one) }) }}
+          seen={seen.current}
+          known={known}
+        />
       )}
     </>
   );
@@ -124,26 +115,37 @@ function Columns({ shown, choose }: { shown: string[]; choose: (names: string[])
   );
 }
 
+/** How rows are shown, and what a click in the table does to the list. */
+interface RowsProps {
+  columns: string[];
+  sort: string;
+  choose: (label: Label) => void;
+  /** Sorts by a column. */
+  order: (column: string) => void;
+}
+
 interface FoundProps {
   filter: string;
-  isFiltered: boolean;
-  columns: string[];
-  choose: (label: Label) => void;
+  /** Shows all jobs; null: it does. */
+  clear: (() => void) | null;
+  rows: RowsProps;
   /** All jobs that were listed so far, by id. */
   seen: Map<string, Job>;
   /** Those among them that match. */
   known: () => Job[];
 }
 
-function Found({ filter, isFiltered, columns, choose, seen, known }: FoundProps): JSX.Element {
-  const { value, problem, again } = useAsked<Answer>(`/v1/jobs?limit=${PAGE}${filter}`, filter.startsWith("&sort=created") && !isFiltered ? LOOK_S : SLOW_S);
+function Found({ filter, clear, rows, seen, known }: FoundProps): JSX.Element {
+  const isFiltered = clear !== null;
+  const may = useAfter(isFiltered ? SETTLED_MS : 0); // while somebody types, only the last text is asked for
+  const { value, problem, again } = useAsked<Answer>(may ? `/v1/jobs?limit=${PAGE}${filter}` : null, filter.startsWith("&sort=created") && !isFiltered ? LOOK_S : SLOW_S);
   const [older, setOlder] = useState<Job[]>([]);
   const [before, setBefore] = useState<string | null>(null);
   const page = useAsked<Answer>(before && `/v1/jobs?limit=${PAGE}&before=${before}${filter}`);
   if (!value) {
     const jobs = problem ? [] : known();
     if (problem) return <Said problem={problem} />;
-    return jobs.length ? <Table jobs={jobs} columns={columns} choose={choose} again={again} /> : <Empty>…</Empty>;
+    return jobs.length ? <Table jobs={jobs} {...rows} again={again} /> : <Empty>Loading…</Empty>;
   }
   const behind = once([...older, ...(page.value?.jobs ?? [])], value.jobs);
   const shown = [...value.jobs, ...behind];
@@ -158,16 +160,30 @@ function Found({ filter, isFiltered, columns, choose, seen, known }: FoundProps)
     setBefore(null);
     again();
   };
-  const nothing = !isFiltered ? "No jobs yet. Submit one: opentinker submit examples/copy_digits.toml" : last?.more ? "None of the newest jobs matches." : "No job matches.";
   return (
     <>
       <Said problem={problem ?? page.problem} />
-      {shown.length === 0 ? <Empty>{nothing}</Empty> : <Table jobs={shown} columns={columns} choose={choose} again={anew} />}
+      {shown.length === 0 ? <Nothing clear={clear} more={Boolean(last?.more)} /> : <Table jobs={shown} {...rows} again={anew} />}
       <p class="dim count">
         {!last || last.more ? `the first ${counted(shown.length, "job")}` : counted(shown.length, "job")} <span title={HELP}>keys: ?</span>
       </p>
       {last?.more && <More key={last.cursor} isSearch={isFiltered} byItself={shown.length > 0} next={next} />}
     </>
+  );
+}
+
+function Nothing({ clear, more }: { clear: (() => void) | null; more: boolean }): JSX.Element {
+  if (!clear) {
+    return (
+      <Empty>
+        No jobs yet. <a href="#/submit">Submit one here</a>, or type <code>opentinker submit examples/copy_digits.toml</code>.
+      </Empty>
+    );
+  }
+  return (
+    <Empty>
+      {more ? "None of the newest jobs matches; search the older ones below, or" : "No job matches the filters."} <button onClick={clear}>{more ? "clear the filters" : "Clear the filters"}</button>
+    </Empty>
   );
 }
 
@@ -193,14 +209,12 @@ function More({ isSearch, byItself, next }: { isSearch: boolean; byItself: boole
   );
 }
 
-interface TableProps {
+interface TableProps extends RowsProps {
   jobs: Job[];
-  columns: string[];
-  choose: (label: Label) => void;
   again: () => void;
 }
 
-function Table({ jobs, columns, choose, again }: TableProps): JSX.Element {
+function Table({ jobs, columns, sort, choose, order, again }: TableProps): JSX.Element {
   const body = useRef<HTMLTableSectionElement>(null);
   const span = useWindow(body, jobs.length);
   const [chosen, setChosen] = useState<ReadonlySet<string>>(new Set());
@@ -268,7 +282,7 @@ function Table({ jobs, columns, choose, again }: TableProps): JSX.Element {
               />
             </th>
             {["Job", ...columns].map((name) => (
-              <th key={name}>{name}</th>
+              <Heading key={name} name={name} sort={sort} order={order} />
             ))}
           </tr>
         </thead>
@@ -290,6 +304,20 @@ function Table({ jobs, columns, choose, again }: TableProps): JSX.Element {
         </tbody>
       </table>
     </>
+  );
+}
+
+/** The head of a column; a click sorts by it, and a second one the other way around. */
+function Heading({ name, sort, order }: { name: string; sort: string; order: (column: string) => void }): JSX.Element {
+  const direction = directionOf(sort, name);
+  if (!SORT_OF[name]) return <th>{name}</th>;
+  return (
+    <th aria-sort={direction}>
+      <button class="heading" onClick={() => order(name)}>
+        {name}
+        {direction ? (direction === "ascending" ? " ↑" : " ↓") : ""}
+      </button>
+    </th>
   );
 }
 
