@@ -1,25 +1,20 @@
-"""What the Tinker API remembers, in Redis: sessions, models, samplers, checkpoints, and the answers to requests.
+"""Records of the Tinker API in Redis: models and checkpoints here, sessions and samplers in `tinker_sessions.py`,
+requests, answers and quotas in `tinker_requests.py`.
 
 Redis keys:
-    tinker:session:{id}         the TinkerSession as JSON
-    tinker:beat:{id}            exists while the session's client sends heartbeats
-    tinker:finished:{id}        how the session's client says that it ended, as JSON
-    tinker:in:{id}              set of ids of the session's samplers
-    tinker:sessions:{tenant}    sorted set of session ids by creation time
     tinker:model:{id}           hash: record (the TinkerModel as JSON), used (Unix seconds of its last command),
                                 next (lowest number that no command has had), sampler (id of the newest without a name),
-                                sampler_seq (number of the command that saved it)
+                                sampler_seq (number of the command that saved it), unload (number of the command that
+                                unloads it)
+    tinker:live:{tenant}        set of ids of the tenant's models that were not unloaded
     tinker:models:{tenant}      sorted set of model ids by creation time
     tinker:models:of:{job}      set of ids of the models that the job trains
     tinker:progress:{model}     the ModelProgress as JSON
-    tinker:sampler:{id}         the Sampler as JSON
-    tinker:sampling:{model}     sorted set of ids of samplers that hold weights of the model, by their last use
     tinker:checkpoints:{model}  hash: KIND/NAME -> the TinkerCheckpoint as JSON
     tinker:checkpointed:{tenant}  sorted set of the tenant's checkpoint paths by creation time
+    tinker:stored               hash: tenant -> bytes of its checkpoints
     tinker:expiring             sorted set of checkpoint paths by the Unix time at which they expire
     tinker:secret               what URLs of downloads are signed with
-
-Requests for samples, answers and quotas are in `tinker_requests.py`.
 """
 
 from __future__ import annotations
@@ -27,103 +22,109 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from opentinker.shared.state import tinker_scripts
 from opentinker.shared.state.redis_script import Script
-from opentinker.shared.state.tinker_requests import T, TinkerRequests
+from opentinker.shared.state.tinker_sessions import TinkerSessions, TooManyRecords
 from opentinker.shared.types import codec
 from opentinker.shared.types.errors import Conflict, NotFound
 from opentinker.shared.types.tinker import (
     ModelProgress,
-    Sampler,
     TinkerCheckpoint,
     TinkerModel,
-    TinkerSession,
 )
 
-Owned = TypeVar("Owned", TinkerSession, TinkerModel, Sampler, TinkerCheckpoint)
+MAX_MODELS = 256
+"""Of a tenant, that were not unloaded."""
+MAX_CHECKPOINT_BYTES = 1 << 40
+"""Of a tenant's checkpoints: beyond it none is saved. Those that are being saved may go beyond."""
 
-BEAT_S = 300
-"""A session without heartbeats for this long has ended."""
 
-
-class TinkerStore(TinkerRequests):
+class TinkerStore(TinkerSessions):
     def __init__(self, redis: Any) -> None:
         super().__init__(redis)
+        self._add_model, self._unload = Script(redis, tinker_scripts.ADD_MODEL), Script(redis, tinker_scripts.UNLOAD)
         self._change = Script(redis, tinker_scripts.CHANGE)
-        self._add_checkpoint, self._add_sampler = (
-            Script(redis, tinker_scripts.ADD_CHECKPOINT),
-            Script(redis, tinker_scripts.ADD_SAMPLER),
-        )
-
-    # --- sessions -----------------------------------------------------------------------------------------------
-
-    async def open_session(self, session: TinkerSession) -> None:
-        async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.set(f"tinker:session:{session.id}", codec.to_json(session))
-            pipe.set(f"tinker:beat:{session.id}", "1", ex=BEAT_S)
-            pipe.zadd(f"tinker:sessions:{session.tenant}", {session.id: session.created})
-            await pipe.execute()
-
-    async def session(self, tenant: str, id: str) -> TinkerSession:
-        """Raises NotFound, for a session of another tenant too."""
-        return self._own(await self._read(TinkerSession, f"tinker:session:{id}"), tenant, f"session {id}")
-
-    async def beat(self, id: str) -> None:
-        await self._redis.set(f"tinker:beat:{id}", "1", ex=BEAT_S)
-
-    async def finish(self, id: str, how: str) -> None:
-        """Note how the client of a session ended, as JSON."""
-        async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.set(f"tinker:finished:{id}", how)
-            pipe.delete(f"tinker:beat:{id}")
-            await pipe.execute()
-
-    async def finished(self, id: str) -> str:
-        """Return how the client of a session ended, as JSON; empty: it has not said that it has."""
-        return str(await self._redis.get(f"tinker:finished:{id}") or "")
-
-    async def samplers_in(self, session: str) -> list[str]:
-        return sorted(await self._redis.smembers(f"tinker:in:{session}"))
-
-    async def is_alive(self, id: str) -> bool:
-        return bool(await self._redis.exists(f"tinker:beat:{id}"))
-
-    async def sessions(self, tenant: str) -> list[TinkerSession]:
-        """Return the tenant's sessions, newest first."""
-        return await self._listed(TinkerSession, f"tinker:sessions:{tenant}", "tinker:session:")
+        self._add_checkpoint = Script(redis, tinker_scripts.ADD_CHECKPOINT)
 
     # --- models -------------------------------------------------------------------------------------------------
 
     async def add_model(self, model: TinkerModel) -> None:
-        """Idempotent. Raises Conflict if a model with this id and another shape exists."""
-        text = codec.to_json(model).decode()
-        if not await self._redis.hsetnx(f"tinker:model:{model.id}", "record", text):
+        """Idempotent. Raises Conflict if a model with this id and another shape exists, TooManyRecords."""
+        added = await self._add_model(
+            keys=[f"tinker:model:{model.id}", f"tinker:models:{model.tenant}", f"tinker:models:of:{model.job}",
+                  f"tinker:live:{model.tenant}", f"tinker:trained:{model.id.partition(':')[0]}"],
+            args=[model.id, codec.to_json(model), model.created, MAX_MODELS],
+        )  # fmt: skip
+        if added == -1:
+            raise TooManyRecords(
+                f"tenant {model.tenant} has {MAX_MODELS} models; unload those that are not used (POST "
+                "/api/v1/unload_model, or end their clients), checkpoints stay"
+            )
+        if added == 1:
             known = await self.model(model.tenant, model.id)
             if (known.base, known.lora, known.start) != (model.base, model.lora, model.start):
                 raise Conflict(f"model {model.id} exists with other settings; open another session")
+
+    async def live_models(self, tenant: str) -> list[str]:
+        """Return ids of the tenant's models that were not unloaded."""
+        return sorted(await self._redis.smembers(f"tinker:live:{tenant}"))
+
+    async def unload_number(self, model: str) -> int:
+        """Return the number of the command that unloads the model, always the same one."""
+        return int(await self._unload(keys=[f"tinker:model:{model}"]))
+
+    async def forget_unload(self, model: str) -> None:
+        """Let the next call of `unload_number` choose another one: another command has it."""
+        await self._redis.hdel(f"tinker:model:{model}", "unload")
+
+    async def end_model(self, model: TinkerModel) -> None:
+        """Note that the model was unloaded: it takes no commands any more."""
+        ended = codec.to_json(msgspec.structs.replace(model, ended=True))
         async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.hset(f"tinker:model:{model.id}", "used", str(model.created))
-            pipe.zadd(f"tinker:models:{model.tenant}", {model.id: model.created}, nx=True)
-            pipe.sadd(f"tinker:models:of:{model.job}", model.id)
+            pipe.hset(f"tinker:model:{model.id}", "record", ended)
+            pipe.srem(f"tinker:live:{model.tenant}", model.id)
             await pipe.execute()
+
+    async def not_live(self, tenant: str, models: Sequence[str]) -> None:
+        """Count these models no longer: their server has ended, or they were removed."""
+        if models:
+            await self._redis.srem(f"tinker:live:{tenant}", *models)
+
+    async def is_waiting(self, model: str) -> bool:
+        """Return whether a command of the model has no answer yet."""
+        return bool(await self._redis.exists(f"tinker:open:{model}"))
+
+    async def remove_model(self, model: TinkerModel) -> bool:
+        """Remove what is known of a model that has ended: of one with checkpoints its numbers alone. Return whether
+        nothing is left."""
+        await self._redis.delete(f"tinker:asked:{model.id}", f"tinker:open:{model.id}", f"tinker:sampling:{model.id}")
+        if await self._redis.exists(f"tinker:checkpoints:{model.id}"):
+            return False
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.delete(f"tinker:model:{model.id}", f"tinker:progress:{model.id}")
+            pipe.zrem(f"tinker:models:{model.tenant}", model.id)
+            pipe.srem(f"tinker:models:of:{model.job}", model.id)
+            pipe.srem(f"tinker:live:{model.tenant}", model.id)
+            await pipe.execute()
+        return True
 
     async def model(self, tenant: str, id: str) -> TinkerModel:
         """Raises NotFound, for a model of another tenant too."""
         text = await self._redis.hget(f"tinker:model:{id}", "record")
         return self._own(codec.from_json(TinkerModel, text) if text else None, tenant, f"model {id}")
 
-    async def models(self, tenant: str) -> list[TinkerModel]:
-        """Return the tenant's models, newest first."""
-        ids = await self._redis.zrange(f"tinker:models:{tenant}", 0, -1, desc=True)
+    async def models(self, tenant: str, offset: int, limit: int) -> tuple[list[TinkerModel], int]:
+        """Return a page of the tenant's models, newest first, and how many there are."""
+        ids, total = await self._page(f"tinker:models:{tenant}", offset, limit)
         async with self._redis.pipeline(transaction=False) as pipe:
             for id in ids:
                 pipe.hget(f"tinker:model:{id}", "record")
             texts = await pipe.execute()
-        return [codec.from_json(TinkerModel, text) for text in texts if text]
+        return [codec.from_json(TinkerModel, text) for text in texts if text], total
 
     async def models_of(self, job: str) -> list[str]:
         return sorted(await self._redis.smembers(f"tinker:models:of:{job}"))
@@ -141,52 +142,16 @@ class TinkerStore(TinkerRequests):
         """Return how the model learns; all is 0 before its first command."""
         return await self._read(ModelProgress, f"tinker:progress:{id}") or ModelProgress()
 
-    # --- samplers and checkpoints -------------------------------------------------------------------------------
-
-    async def add_sampler(self, sampler: Sampler) -> None:
-        """Save it; one with this id is replaced. One of a model's weights without a name is its newest from now on,
-        unless a later command has saved another."""
-        number = sampler.version.rpartition("@")[2]
-        is_newest, model = bool(sampler.model and not sampler.path), sampler.model
-        await self._add_sampler(
-            keys=[f"tinker:sampler:{sampler.id}", f"tinker:in:{sampler.session}", f"tinker:model:{model}",
-                  f"tinker:sampling:{model}"],
-            args=[sampler.id, codec.to_json(sampler), (number if number.isdigit() else "0") if is_newest else "",
-                  time.time() if model and not sampler.follows else ""],
-        )  # fmt: skip
-
-    async def used_sampler(self, sampler: Sampler) -> None:
-        """Note that samples are drawn with these weights, which one that follows the model's does not hold."""
-        if sampler.model and not sampler.follows:
-            await self._redis.zadd(f"tinker:sampling:{sampler.model}", {sampler.id: time.time()})
-
-    async def samplers_of(self, model: str) -> list[Sampler]:
-        """Return those that hold weights of the model, the most recently used ones first, without those forgotten."""
-        return await self._listed(Sampler, f"tinker:sampling:{model}", "tinker:sampler:")
-
-    async def forget_use(self, model: str, ids: Sequence[str]) -> None:
-        if ids:
-            await self._redis.zrem(f"tinker:sampling:{model}", *ids)
-
-    async def newest_of(self, sampler: Sampler) -> Sampler:
-        """Return the sampler with the model's newest weights, which one that follows them samples with."""
-        if not sampler.follows:
-            return sampler
-        id = await self._redis.hget(f"tinker:model:{sampler.model}", "sampler")
-        return (await self._read(Sampler, f"tinker:sampler:{id}") if id else None) or sampler
-
-    async def sampler(self, tenant: str, id: str) -> Sampler:
-        """Raises NotFound, for a sampler of another tenant too."""
-        return self._own(await self._read(Sampler, f"tinker:sampler:{id}"), tenant, f"sampler {id}")
+    # --- checkpoints --------------------------------------------------------------------------------------------
 
     async def add_checkpoint(self, checkpoint: TinkerCheckpoint) -> bool:
         """Save its record; one with this name is replaced. Return False, and change nothing, if a later command has
         saved one under this name."""
         return bool(await self._add_checkpoint(
             keys=[f"tinker:checkpoints:{checkpoint.model}", f"tinker:checkpointed:{checkpoint.tenant}",
-                  "tinker:expiring"],
+                  "tinker:expiring", "tinker:stored"],
             args=[f"{checkpoint.kind}/{checkpoint.name}", codec.to_json(checkpoint), checkpoint.seq, checkpoint.path,
-                  checkpoint.created, checkpoint.expires],
+                  checkpoint.created, checkpoint.expires, checkpoint.tenant, checkpoint.size],
         ))  # fmt: skip
 
     async def expired(self, now: float) -> list[TinkerCheckpoint]:
@@ -215,9 +180,13 @@ class TinkerStore(TinkerRequests):
         found = [codec.from_json(TinkerCheckpoint, text) for text in texts]
         return sorted(found, key=lambda one: -one.created)
 
-    async def checkpoint_paths(self, tenant: str) -> list[str]:
-        """Return the paths of the tenant's checkpoints, newest first."""
-        return list(await self._redis.zrange(f"tinker:checkpointed:{tenant}", 0, -1, desc=True))
+    async def checkpoint_paths(self, tenant: str, offset: int, limit: int) -> tuple[list[str], int]:
+        """Return a page of the paths of the tenant's checkpoints, newest first, and how many there are."""
+        return await self._page(f"tinker:checkpointed:{tenant}", offset, limit)
+
+    async def stored_bytes(self, tenant: str) -> int:
+        """Return the bytes of the tenant's checkpoints."""
+        return int(await self._redis.hget("tinker:stored", tenant) or 0)
 
     async def remove_checkpoint(self, checkpoint: TinkerCheckpoint) -> bool:
         """Return False, and change nothing, if its record is another one by now."""
@@ -236,8 +205,9 @@ class TinkerStore(TinkerRequests):
         raise NotFound(f"checkpoint {checkpoint.path} does not exist")
 
     async def _replace(self, checkpoint: TinkerCheckpoint, text: str, by: str, expires: float) -> bool:
-        keys = (f"checkpoints:{checkpoint.model}", "expiring", f"checkpointed:{checkpoint.tenant}")
-        args = (f"{checkpoint.kind}/{checkpoint.name}", text, by, checkpoint.path, str(expires))
+        keys = (f"checkpoints:{checkpoint.model}", "expiring", f"checkpointed:{checkpoint.tenant}", "stored")
+        args = (f"{checkpoint.kind}/{checkpoint.name}", text, by, checkpoint.path, str(expires), checkpoint.tenant,
+                str(checkpoint.size))  # fmt: skip
         return bool(await self._change(keys=[f"tinker:{key}" for key in keys], args=args))
 
     async def secret(self) -> str:
@@ -248,15 +218,9 @@ class TinkerStore(TinkerRequests):
             known = await self._redis.get("tinker:secret")
         return str(known)
 
-    # --- helpers ------------------------------------------------------------------------------------------------
-
-    async def _listed(self, kind: type[T], index: str, prefix: str) -> list[T]:
-        ids = await self._redis.zrange(index, 0, -1, desc=True)
-        texts = await self._redis.mget([prefix + id for id in ids]) if ids else []
-        return [codec.from_json(kind, text) for text in texts if text]
-
-    @staticmethod
-    def _own(found: Owned | None, tenant: str, name: str) -> Owned:
-        if found is None or found.tenant != tenant:
-            raise NotFound(f"{name} does not exist")
-        return found
+    async def _page(self, index: str, offset: int, limit: int) -> tuple[list[str], int]:
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.zrange(index, offset, offset + limit - 1, desc=True)
+            pipe.zcard(index)
+            names, total = await pipe.execute()
+        return list(names), int(total)

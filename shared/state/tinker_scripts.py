@@ -1,4 +1,4 @@
-"""Lua scripts of `tinker.py` and `tinker_requests.py`, executed atomically."""
+"""Lua scripts of `tinker.py`, `tinker_sessions.py` and `tinker_requests.py`, executed atomically."""
 
 # KEYS asked, model, open, tokens. ARGV: number, digest, MAX_WAITING, tokens, limit (empty: they are not counted). The
 # number that all waiting commands wait for is always admitted, as far as the tokens allow.
@@ -33,11 +33,16 @@ redis.call('ZREM', KEYS[2], ARGV[3])
 return kept and 1 or 0
 """
 
-# KEYS checkpoints, expiring, checkpointed. ARGV: KIND/NAME, stored text, new text (empty: none), path, expires or 0
+# KEYS checkpoints, expiring, checkpointed, stored. ARGV: KIND/NAME, stored text, new text (empty: none), path, expires
+# or 0, tenant, bytes
 CHANGE = """
 if redis.call('HGET', KEYS[1], ARGV[1]) ~= ARGV[2] then return 0 end
 if ARGV[3] ~= '' then redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
-else redis.call('HDEL', KEYS[1], ARGV[1]) redis.call('ZREM', KEYS[3], ARGV[4]) end
+else
+  redis.call('HDEL', KEYS[1], ARGV[1])
+  redis.call('ZREM', KEYS[3], ARGV[4])
+  redis.call('HINCRBY', KEYS[4], ARGV[6], -ARGV[7])
+end
 if tonumber(ARGV[5]) > 0 then redis.call('ZADD', KEYS[2], ARGV[5], ARGV[4])
 else redis.call('ZREM', KEYS[2], ARGV[4]) end
 return 1
@@ -81,10 +86,15 @@ elseif more < 0 and redis.call('EXISTS', KEYS[4]) == 1 then redis.call('INCRBY',
 return 1
 """
 
-# KEYS checkpoints, checkpointed, expiring. ARGV: KIND/NAME, record, seq, path, created, expires
+# KEYS checkpoints, checkpointed, expiring, stored. ARGV: KIND/NAME, record, seq, path, created, expires, tenant, bytes
 ADD_CHECKPOINT = """
-local known = redis.call('HGET', KEYS[1], ARGV[1])
-if known and (tonumber(cjson.decode(known).seq) or -1) > tonumber(ARGV[3]) then return 0 end
+local known, bytes = redis.call('HGET', KEYS[1], ARGV[1]), tonumber(ARGV[8])
+if known then
+  local before = cjson.decode(known)
+  if (tonumber(before.seq) or -1) > tonumber(ARGV[3]) then return 0 end
+  bytes = bytes - (tonumber(before.size) or 0)
+end
+redis.call('HINCRBY', KEYS[4], ARGV[7], string.format('%.0f', bytes))
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
 redis.call('ZADD', KEYS[2], ARGV[5], ARGV[4])
 redis.call('ZREM', KEYS[3], ARGV[4])
@@ -92,14 +102,54 @@ if tonumber(ARGV[6]) > 0 then redis.call('ZADD', KEYS[3], ARGV[6], ARGV[4]) end
 return 1
 """
 
-# KEYS sampler, in, model, sampling. ARGV: id, record, seq (empty: it is no newest one of a model), time (empty: it
-# holds no weights of a model)
+# KEYS sampler, in, model, sampling, samplers. ARGV: id, record, seq (empty: it is no newest one of a model), time, 1 if
+# it holds weights of a model
 ADD_SAMPLER = """
 redis.call('SET', KEYS[1], ARGV[2])
 redis.call('SADD', KEYS[2], ARGV[1])
+redis.call('ZADD', KEYS[5], ARGV[4], ARGV[1])
 if ARGV[3] ~= '' and tonumber(redis.call('HGET', KEYS[3], 'sampler_seq') or -1) <= tonumber(ARGV[3]) then
   redis.call('HSET', KEYS[3], 'sampler', ARGV[1], 'sampler_seq', ARGV[3])
 end
-if ARGV[4] ~= '' then redis.call('ZADD', KEYS[4], ARGV[4], ARGV[1]) end
+if ARGV[5] == '1' then redis.call('ZADD', KEYS[4], ARGV[4], ARGV[1]) end
 return 1
+"""
+
+# KEYS session, beat, beats, sessions. ARGV: id, record, created, now, BEAT_S, MAX_SESSIONS
+OPEN_SESSION = """
+if redis.call('EXISTS', KEYS[1]) == 0 then
+  if redis.call('ZCARD', KEYS[4]) >= tonumber(ARGV[6]) then return 0 end
+  redis.call('SET', KEYS[1], ARGV[2])
+  redis.call('ZADD', KEYS[4], ARGV[3], ARGV[1])
+end
+redis.call('SET', KEYS[2], '1', 'EX', ARGV[5])
+redis.call('ZADD', KEYS[3], ARGV[4], ARGV[1])
+return 1
+"""
+
+# KEYS beats, session, beat, finished, sessions, trained. ARGV: id, time of a heartbeat that keeps it
+CLOSE_SESSION = """
+if tonumber(redis.call('ZSCORE', KEYS[1], ARGV[1]) or 0) > tonumber(ARGV[2]) then return 0 end
+redis.call('ZREM', KEYS[1], ARGV[1])
+redis.call('ZREM', KEYS[5], ARGV[1])
+redis.call('DEL', KEYS[2], KEYS[3], KEYS[4], KEYS[6])
+return 1
+"""
+
+# KEYS model, models, models of the job, live, trained. ARGV: id, record, created, MAX_MODELS
+ADD_MODEL = """
+if redis.call('HEXISTS', KEYS[1], 'record') == 1 then return 1 end
+if redis.call('SCARD', KEYS[4]) >= tonumber(ARGV[4]) then return -1 end
+redis.call('HSET', KEYS[1], 'record', ARGV[2], 'used', ARGV[3])
+redis.call('ZADD', KEYS[2], ARGV[3], ARGV[1])
+redis.call('SADD', KEYS[3], ARGV[1])
+redis.call('SADD', KEYS[4], ARGV[1])
+redis.call('SADD', KEYS[5], ARGV[1])
+return 2
+"""
+
+# KEYS model. Returns the number of the command that unloads the model: the one after those it has had
+UNLOAD = """
+redis.call('HSETNX', KEYS[1], 'unload', redis.call('HGET', KEYS[1], 'next') or '0')
+return redis.call('HGET', KEYS[1], 'unload')
 """

@@ -285,6 +285,8 @@ class TinkerModel(msgspec.Struct, frozen=True, kw_only=True):
     start: str = ""
     """Path of the checkpoint that it began with."""
     metadata: dict[str, str] = {}
+    ended: bool = False
+    """It was unloaded, and its record stays for its checkpoints."""
 
 
 class TinkerCheckpoint(msgspec.Struct, frozen=True, kw_only=True):

@@ -33,6 +33,7 @@ from opentinker.shared.messaging.bus import NoReply
 from opentinker.shared.openai.fields import InvalidField
 from opentinker.shared.runtime.telemetry import REGISTRY
 from opentinker.shared.security.redact import without_keys
+from opentinker.shared.state.tinker_sessions import TooManyRecords
 from opentinker.shared.types.errors import Conflict, NotFound, OpenTinkerError, SpecError
 from opentinker.shared.types.mistakes import mistakes_of
 
@@ -108,6 +109,7 @@ PLAIN: dict[type[OpenTinkerError], tuple[int, str]] = {
     TooMany: (429, "Too many requests"),
     SlowBody: (408, "Request timeout"),
     BrokenBody: (400, "Bad request"),
+    TooManyRecords: (422, "Too many records"),
 }
 """Status and title of errors whose text is all that the client needs."""
 

@@ -104,6 +104,19 @@ class Access:
         limit = settings_of(job).tokens_per_minute
         return Quota(job=job.id, tenant=tenant, minute=int(time.time() // 60), limit=limit)
 
+    async def forget_ended_servers(self, tenant: str) -> None:
+        """Count the tenant's models no longer whose servers have ended."""
+        gone = []
+        for id in await self.store.live_models(tenant):
+            try:
+                model = await self.store.model(tenant, id)
+            except NotFound:
+                gone.append(id)
+                continue
+            if (await self.server_or_ended(model.job)).state.final:
+                gone.append(id)
+        await self.store.not_live(tenant, gone)
+
     # --- of the tenant --------------------------------------------------------------------------------------------
 
     async def session(self, request: web.Request, id: str) -> TinkerSession:
@@ -143,7 +156,24 @@ class Access:
         if not await self.store.remove_checkpoint(checkpoint):
             return False
         await asyncio.to_thread(shutil.rmtree, self.directory(checkpoint), ignore_errors=True)
+        with contextlib.suppress(NotFound):
+            model = await self.store.model(checkpoint.tenant, checkpoint.model)
+            if model.ended and not await self.store.has_session(model.id):
+                await self.forget_model(model)
         return True
+
+    async def forget_model(self, model: TinkerModel) -> None:
+        """Remove the files of a model that has ended, except its checkpoints, and its record if it has none."""
+        if not model.ended:
+            await self.store.end_model(model)
+        place = tinker_place(self.ctx.settings.data_dir, model.id)
+        nothing_left = await self.store.remove_model(model)
+        await asyncio.to_thread(_remove_files, place, everything=nothing_left)
+
+
+def _remove_files(place: Path, *, everything: bool) -> None:
+    for doomed in [place] if everything else [place / "state", place / "samplers"]:
+        shutil.rmtree(doomed, ignore_errors=True)
 
 
 def _known(kind: str, id: str) -> str:

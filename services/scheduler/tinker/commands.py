@@ -11,13 +11,15 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
+from aiohttp import web
 
 from opentinker.services.scheduler.tinker.access import Access, too_many
 from opentinker.services.scheduler.tinker.training_data import tokens_in
 from opentinker.shared.messaging.subjects import COMMAND
+from opentinker.shared.state.tinker_sessions import TooManyRecords
 from opentinker.shared.types import codec
 from opentinker.shared.types.core import JobRecord
-from opentinker.shared.types.errors import NotFound, SpecError
+from opentinker.shared.types.errors import Conflict, NotFound, SpecError
 from opentinker.shared.types.tinker import (
     Command,
     Create,
@@ -42,7 +44,7 @@ async def or_skip(body: Callable[[], Awaitable[Body]]) -> Body:
     """Return the body of a command; Skip if it is refused, so that later commands of the model do not wait for it."""
     try:
         return await body()
-    except (SpecError, NotFound) as error:
+    except (SpecError, NotFound, TooManyRecords) as error:
         return Skip(error=str(error))
 
 
@@ -53,7 +55,11 @@ class Commands:
     async def send(self, model: TinkerModel, seq: int, body: Body) -> dict[str, Any]:
         """Send a command, if it is not sent yet, and return the promise of its answer.
 
-        Raises Conflict for another body under a used number, TooMany, HTTPGone once the server has ended."""
+        Raises Conflict for another body under a used number, TooMany, HTTPGone once the server has ended or the model
+        was unloaded."""
+        if model.ended and not isinstance(body, Unload):
+            said = f"model {model.id} was unloaded; create a model, from one of its checkpoints if it has any"
+            raise web.HTTPGone(text=said)
         job = await self._access.server(model.job)
         command = Command(request=f"{model.id}#{seq}", model=model.id, tenant=model.tenant, seq=seq, body=body)
         size, limit = len(COMMAND.encode(command)), self._bus.nc.max_payload - OVERHEAD
@@ -62,6 +68,19 @@ class Commands:
             command = msgspec.structs.replace(command, body=Skip(error=error))
         await self._publish(job, command)
         return {"request_id": command.request, "model_id": model.id}
+
+    async def unload(self, model: TinkerModel) -> dict[str, Any]:
+        """Unload a model after the commands that it has had; the same promise again if it was unloaded. Raises TooMany,
+        HTTPGone once the server has ended."""
+        while True:
+            try:
+                promise = await self.send(model, await self._access.store.unload_number(model.id), Unload())
+                break
+            except Conflict:  # a command has come meanwhile
+                await self._access.store.forget_unload(model.id)
+        if not model.ended:
+            await self._access.store.end_model(model)
+        return promise
 
     async def _publish(self, job: JobRecord, command: Command) -> None:
         store, body = self._access.store, command.body

@@ -1,4 +1,5 @@
 """Handlers of downloads: signed URLs of a checkpoint's files, which need no key for an hour, and the files themselves.
+A URL ends with the key, or the session of the page, by which it was asked for.
 
 urls      consumes the path of a checkpoint; produces a signed URL for each of its files
 archive   the same for a tar of all of them, for clients up to 0.34
@@ -19,13 +20,15 @@ from urllib.parse import quote
 
 from aiohttp import web
 
-from opentinker.services.scheduler.http.auth import TOUCHED
+from opentinker.services.scheduler.http.auth import TOUCHED, UNAUTHENTICATED, principal_of
 from opentinker.services.scheduler.http.errors import json_response
 from opentinker.services.scheduler.http.route_decorator import Parameter, Route
+from opentinker.services.scheduler.login.identity import Sessions
 from opentinker.services.scheduler.tinker.access import Access
 from opentinker.services.scheduler.tinker.runs_api import CHECKPOINT
 from opentinker.services.scheduler.tinker.sessions_api import when
 from opentinker.shared.security.authorization import Action
+from opentinker.shared.state.keys import KeyStore
 from opentinker.shared.types.errors import NotFound
 from opentinker.shared.types.tinker import TinkerCheckpoint
 
@@ -33,14 +36,18 @@ VALID_S = 3600
 CHUNK = 1 << 20
 TAR = "archive.tar"
 """Stands for all files of a checkpoint."""
+SESSION = "session."
+"""Before the id of a session in a URL."""
 FILES = "/api/v1/files/{model}/{kind}/{name}/{file}"
 EXPIRES = Parameter("expires", "Unix time until which the URL is valid.")
+BY = Parameter("by", "Id of the key, or of the session, by which the URL was asked for.")
 SIGNATURE = Parameter("signature", "Proof that the server made the URL.")
 
 
 class DownloadsApi:
     def __init__(self, access: Access) -> None:
         self._access = access
+        self._keys, self._sessions = KeyStore(access.ctx.store.redis), Sessions(access.ctx)
 
     @Route("GET", f"{CHECKPOINT}/external_weights_urls", Action.CHECKPOINTS_READ)
     async def urls(self, request: web.Request) -> web.Response:
@@ -69,16 +76,33 @@ class DownloadsApi:
 
     async def _url(self, request: web.Request, found: TinkerCheckpoint, file: str, expires: int) -> str:
         path = FILES.format(model=found.model, kind=found.kind, name=found.name, file=file)
-        signature = await self._signature(path, expires)
+        who = principal_of(request)
+        by = f"{SESSION}{who.session}" if who.session else who.key
+        signature = await self._signature(path, expires, by)
         public = self._access.ctx.settings.public_url.rstrip("/") or f"{request.scheme}://{request.host}"
-        return f"{public}{quote(path, safe='/:')}?expires={expires}&signature={signature}"
+        return f"{public}{quote(path, safe='/:')}?expires={expires}&by={by}&signature={signature}"
 
-    async def _signature(self, path: str, expires: int) -> str:
+    async def _signature(self, path: str, expires: int, by: str) -> str:
         secret = await self._access.store.secret()
-        return hmac.new(secret.encode(), f"{path}\n{expires}".encode(), hashlib.sha256).hexdigest()
+        return hmac.new(secret.encode(), f"{path}\n{expires}\n{by}".encode(), hashlib.sha256).hexdigest()
+
+    async def _tenant(self, by: str) -> str | None:
+        """Return the tenant of the key or session by which a URL was asked for; None if it may download no more."""
+        now = time.time()
+        if by.startswith(SESSION):
+            id = by.removeprefix(SESSION)
+            identity = (await self._sessions.several([id])).get(id)
+            who = identity.principal if identity is not None and identity.state(now) == "live" else None
+        elif by:
+            key = await self._keys.find(by)
+            who = key.principal if key is not None and key.state(now) == "live" else None
+        else:
+            who = None if self._access.ctx.settings.auth else UNAUTHENTICATED
+        return who.tenant if who is not None and Action.CHECKPOINTS_READ in who.may else None
 
     @Route(
-        "GET", FILES, Action.FREE, parameters=(EXPIRES, SIGNATURE), content="application/octet-stream", audited=True
+        "GET", FILES, Action.FREE, parameters=(EXPIRES, BY, SIGNATURE), content="application/octet-stream",
+        audited=True,
     )  # fmt: skip
     async def file(self, request: web.Request) -> web.StreamResponse:
         """Download a file of a checkpoint by a signed URL (Tinker)."""
@@ -86,11 +110,16 @@ class DownloadsApi:
         wanted = FILES.format(**names)
         if not (expires.isdecimal() and len(expires) < 12 and int(expires) > time.time()):
             raise NotFound("the URL has expired; ask for new ones")
-        signature = await self._signature(wanted, int(expires))
-        if not hmac.compare_digest(signature, request.query.get("signature", "")):
+        by = request.query.get("by", "")
+        signature = await self._signature(wanted, int(expires), by)
+        shown = request.query.get("signature", "")
+        if not hmac.compare_digest(signature.encode(), shown.encode("utf-8", "surrogateescape")):
             raise NotFound("the URL was not made by this server")
+        if (tenant := await self._tenant(by)) is None:
+            raise NotFound("the key by which the URL was asked for is not valid any more; ask for new ones")
         for one in await self._access.store.checkpoints(names["model"]):
-            if (one.kind, one.name) == (names["kind"], names["name"]) and not 0 < one.expires <= time.time():
+            is_wanted = (one.kind, one.name) == (names["kind"], names["name"])
+            if is_wanted and not 0 < one.expires <= time.time() and (one.public or one.tenant == tenant):
                 return await _send(request, self._access.directory(one), names["file"])
         raise NotFound("the checkpoint was deleted")
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 
 from opentinker.services.scheduler.tinker.access import Access
+from opentinker.services.scheduler.tinker.commands import Commands
 from opentinker.services.scheduler.tinker.downloads_api import DownloadsApi
+from opentinker.services.scheduler.tinker.endings import close_left_sessions
 from opentinker.services.scheduler.tinker.expiry import expire
 from opentinker.services.scheduler.tinker.futures import Futures
 from opentinker.services.scheduler.tinker.futures_api import HOLD_S, FuturesApi
@@ -25,9 +27,10 @@ class TinkerGateway:
     def __init__(self, ctx: Context) -> None:
         access = Access(ctx)
         self._access, self._futures = access, Futures(ctx, access.store)
+        self._commands = Commands(access)
         self.handlers: tuple[object, ...] = (
             TinkerSessionsApi(access),
-            TrainingApi(access),
+            TrainingApi(access, self._commands),
             FuturesApi(access, self._futures, HOLD_S),
             SamplingApi(access),
             RunsApi(access),
@@ -35,7 +38,8 @@ class TinkerGateway:
         )
 
     async def run(self) -> None:
-        """Hear of answers and delete expired checkpoints until cancelled."""
+        """Hear of answers, delete expired checkpoints and close sessions that were left, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._futures.run())
             tasks.create_task(expire(self._access))
+            tasks.create_task(close_left_sessions(self._access, self._commands))

@@ -30,8 +30,9 @@ class RunsApi:
     @Route("GET", "/api/v1/training_runs", Action.JOBS_READ, parameters=(LIMIT, OFFSET, SCOPE))
     async def runs(self, request: web.Request) -> web.Response:
         """List the tenant's models, the newest first (Tinker)."""
-        models = await self._store.models(tenant_of(request))
-        page, cursor = _page(request, models)
+        offset, limit = OFFSET.read(request), LIMIT.read(request)
+        page, total = await self._store.models(tenant_of(request), offset, limit)
+        cursor = {"offset": offset, "limit": limit, "total_count": total}
         return json_response({"training_runs": [await self._run(one) for one in page], "cursor": cursor})
 
     @Route("GET", "/api/v1/training_runs/{model}", Action.JOBS_READ, parameters=(SCOPE,))
@@ -70,14 +71,15 @@ class RunsApi:
     @Route("GET", "/api/v1/checkpoints", Action.JOBS_READ, parameters=(LIMIT, OFFSET, SCOPE))
     async def checkpoints(self, request: web.Request) -> web.Response:
         """List the tenant's checkpoints, the newest first (Tinker)."""
-        paths = await self._store.checkpoint_paths(tenant_of(request))
-        page, cursor = _page(request, paths)
+        offset, limit = OFFSET.read(request), LIMIT.read(request)
+        page, total = await self._store.checkpoint_paths(tenant_of(request), offset, limit)
         found = []
         for path in page:
             try:
                 found.append(shown(await self._access.checkpoint(request, path)))
             except NotFound:  # it has expired
                 continue
+        cursor = {"offset": offset, "limit": limit, "total_count": total}
         return json_response({"checkpoints": found, "cursor": cursor})
 
     @Route("POST", "/api/v1/weights_info", Action.JOBS_READ, takes=JSON)
@@ -136,8 +138,3 @@ def shown(checkpoint: TinkerCheckpoint) -> dict[str, Any]:
         "user_metadata": checkpoint.metadata or None,
         "expires_at": when(checkpoint.expires) if checkpoint.expires else None,
     }
-
-
-def _page(request: web.Request, found: list[Any]) -> tuple[list[Any], dict[str, int]]:
-    offset, limit = OFFSET.read(request), LIMIT.read(request)
-    return found[offset : offset + limit], {"offset": offset, "limit": limit, "total_count": len(found)}

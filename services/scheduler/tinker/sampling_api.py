@@ -54,6 +54,7 @@ class SamplingApi:
         try:
             known = await self._access.sampler(request, sampler.id)
         except NotFound:
+            await self._store.make_room_for_sampler(sampler.tenant)
             await self._store.add_sampler(sampler)
         else:
             if (known.base, known.path) != (sampler.base, sampler.path):

@@ -6,6 +6,7 @@ telemetry    is accepted and dropped
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import time
 from datetime import UTC, datetime
@@ -53,6 +54,8 @@ DYNAMIC_FLAGS: dict[str, Any] = {"refresh_interval_sec": 300, "sample_cancel_ena
 UNEMBED = "The output layer is not trained (train_unembed); attention and MLP layers are."
 FINISHED = {"success", "errored", "interrupted"}
 
+SEARCHED, SEARCHED_AT_ONCE = 2000, 200
+"""Sessions that one search looks at, and that are read at a time; then the client asks for more with the cursor."""
 LIMIT = Integer("limit", "Entries of the answer.", default=20, low=1, high=1000)
 OFFSET = Integer("offset", "Entries that are left out, the newest.", default=0, low=0, high=10**9)
 SCOPE = Parameter("access_scope", "Ignored: what the key's tenant owns is listed.")
@@ -149,18 +152,16 @@ class TinkerSessionsApi:
     @Route("GET", "/api/v1/sessions", Action.JOBS_READ, parameters=(LIMIT, OFFSET, SCOPE))
     async def sessions(self, request: web.Request) -> web.Response:
         """List the tenant's sessions, the newest first (Tinker)."""
-        found = await self._store.sessions(tenant_of(request))
-        start = OFFSET.read(request)
-        return json_response({"sessions": [one.id for one in found[start : start + LIMIT.read(request)]]})
+        ids = await self._store.session_ids(tenant_of(request), OFFSET.read(request), LIMIT.read(request))
+        return json_response({"sessions": ids})
 
     @Route("GET", "/api/v1/sessions/{id}", Action.JOBS_READ, parameters=(SCOPE,))
     async def session(self, request: web.Request) -> web.Response:
         """Get a session with its models and samplers (Tinker)."""
         session = await self._access.session(request, request.match_info["id"])
-        models = await self._store.models(session.tenant)
         return json_response(
             {
-                "training_run_ids": sorted(one.id for one in models if one.id.startswith(f"{session.id}:")),
+                "training_run_ids": await self._store.models_in(session.id),
                 "sampler_ids": await self._store.samplers_in(session.id),
                 "user_metadata": session.metadata or None,
                 "display_name": session.name or None,
@@ -173,22 +174,34 @@ class TinkerSessionsApi:
         body = await read_body(request, SearchBody)
         if not 1 <= body.limit <= 200:
             raise SpecError.of("limit", body.limit, "must be 1 to 200")
-        found = [one for one in await self._store.sessions(tenant_of(request)) if _fits(one, body)]
-        if body.cursor is not None:
-            ids = [one.id for one in found]
-            last = body.cursor.last_session_id
-            found = found[ids.index(last) + 1 :] if last in ids else []
-        page = found[: body.limit]
-        more = {"last_created_at": when(page[-1].created), "last_session_id": page[-1].id} if page else None
-        return json_response(
-            {
-                "sessions": [await self._summary(one) for one in page],
-                "next_cursor": more if len(found) > len(page) else None,
-            }
-        )
+        page, last, is_end = await self._found(tenant_of(request), body)
+        more = {"last_created_at": when(last.created), "last_session_id": last.id} if last and not is_end else None
+        return json_response({"sessions": [await self._summary(one) for one in page], "next_cursor": more})
+
+    async def _found(self, tenant: str, body: SearchBody) -> tuple[list[TinkerSession], TinkerSession | None, bool]:
+        """Return sessions that fit, the last one that was looked at, and whether it is the tenant's last."""
+        page: list[TinkerSession] = []
+        if body.session_id and not (body.display_name or "").split():
+            with contextlib.suppress(NotFound):
+                page = [await self._store.session(tenant, body.session_id)]
+            return [one for one in page if _fits(one, body)], None, True
+        last = "" if body.cursor is None else body.cursor.last_session_id
+        seen: TinkerSession | None = None
+        for _ in range(SEARCHED // SEARCHED_AT_ONCE):
+            some = await self._store.sessions_after(tenant, last, SEARCHED_AT_ONCE)
+            for at, one in enumerate(some):
+                seen, last = one, one.id
+                if _fits(one, body):
+                    page.append(one)
+                if len(page) == body.limit:
+                    is_end = at + 1 == len(some) and not await self._store.sessions_after(tenant, last, 1)
+                    return page, seen, is_end
+            if len(some) < SEARCHED_AT_ONCE:
+                return page, seen, True
+        return page, seen, False
 
     async def _summary(self, session: TinkerSession) -> dict[str, Any]:
-        models = [one.id for one in await self._store.models(session.tenant) if one.id.startswith(f"{session.id}:")]
+        models = await self._store.models_in(session.id)
         saved = [one for model in models for one in await self._store.checkpoints(model)]
         ended = await self._store.finished(session.id)
         status: dict[str, Any] | None = {"type": "active"} if await self._store.is_alive(session.id) else None

@@ -46,6 +46,8 @@ from opentinker.services.scheduler.tinker.bodies import (
 )
 from opentinker.services.scheduler.tinker.commands import Body, Commands, or_skip
 from opentinker.shared.security.authorization import Action
+from opentinker.shared.state.tinker import MAX_CHECKPOINT_BYTES
+from opentinker.shared.state.tinker_sessions import TooManyRecords
 from opentinker.shared.types.core import JobRecord
 from opentinker.shared.types.errors import NotFound, SpecError
 from opentinker.shared.types.tinker import (
@@ -71,8 +73,8 @@ Make = Callable[[G, TinkerModel, int], Awaitable[Body]]
 
 
 class TrainingApi:
-    def __init__(self, access: Access) -> None:
-        self._access, self._commands = access, Commands(access)
+    def __init__(self, access: Access, commands: Commands) -> None:
+        self._access, self._commands = access, commands
         self._large = asyncio.Semaphore(LARGE_AT_ONCE)
 
     # --- models -----------------------------------------------------------------------------------------------------
@@ -145,7 +147,7 @@ class TrainingApi:
         job: JobRecord,
         lora: LoraShape,
         metadata: dict[str, Any] | None,
-        **more: str,
+        start: str = "",
     ) -> TinkerModel:
         """Raises SpecError."""
         largest = settings_of(job).max_rank
@@ -157,15 +159,25 @@ class TrainingApi:
             raise SpecError.of("lora_config", None, "trains no layer; set train_mlp or train_attn")
         return TinkerModel(
             id=id, tenant=tenant_of(request), job=job.id, base=base_of(job), lora=lora, created=time.time(),
-            metadata=metadata_of(metadata), **more,
+            metadata=metadata_of(metadata), start=start,
         )  # fmt: skip
 
     async def _create(self, request: web.Request, model: TinkerModel, create: Create) -> dict[str, Any]:
         with contextlib.suppress(NotFound):  # a repeated request stays with the server that it was first given to
             known = await self._access.model(request, model.id)
             model = msgspec.structs.replace(model, job=known.job)
-        await self._access.store.add_model(model)
+        try:
+            await self._access.store.add_model(model)
+        except TooManyRecords:
+            await self._access.forget_ended_servers(model.tenant)
+            await self._access.store.add_model(model)
         return await self._commands.send(model, 0, create)
+
+    @Route("POST", "/api/v1/unload_model", Action.JOBS_WRITE, takes=JSON)
+    async def unload_model(self, request: web.Request) -> web.Response:
+        """Unload a model after the requests that it has had; its checkpoints stay (Tinker)."""
+        model = await self._access.model(request, (await read_body(request, ModelId)).model_id)
+        return json_response(await self._commands.unload(model))
 
     @Route("POST", "/api/v1/get_info", Action.JOBS_READ, takes=JSON)
     async def get_info(self, request: web.Request) -> web.Response:
@@ -246,9 +258,21 @@ class TrainingApi:
 
     async def _save(self, request: web.Request, kind: CheckpointKind) -> web.Response:
         async def save(body: SaveBody, model: TinkerModel, seq: int) -> Body:
-            return save_of(body, model, kind, seq)
+            made = save_of(body, model, kind, seq)
+            await self._refuse_without_room(model.tenant, made)
+            return made
 
         return await self._send(request, await read_command(request, SaveBody), save)
+
+    async def _refuse_without_room(self, tenant: str, save: Save) -> None:
+        """Raises SpecError, TooManyRecords."""
+        store = self._access.store
+        if not save.name:
+            await store.make_room_for_sampler(tenant)
+        elif (stored := await store.stored_bytes(tenant)) >= MAX_CHECKPOINT_BYTES:
+            problem = f"tenant {tenant} has checkpoints of {stored} bytes, and may have {MAX_CHECKPOINT_BYTES}"
+            advice = "delete some (`tinker checkpoint delete`), or save with ttl_seconds"
+            raise SpecError.of("path", save.name, f"cannot be saved: {problem}; {advice}")
 
     # --- all of them --------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,214 @@
+"""Sessions of the Tinker API's clients in Redis, their samplers, and the end of both.
+
+Redis keys:
+    tinker:session:{id}         the TinkerSession as JSON
+    tinker:beat:{id}            exists while the session's client sends heartbeats
+    tinker:beats                sorted set of session ids by the Unix time of their last heartbeat
+    tinker:finished:{id}        how the session's client says that it ended, as JSON
+    tinker:in:{id}              set of ids of the session's samplers
+    tinker:trained:{id}         set of ids of the session's models
+    tinker:sessions:{tenant}    sorted set of session ids by creation time
+    tinker:sampler:{id}         the Sampler as JSON
+    tinker:samplers:{tenant}    sorted set of the tenant's sampler ids by their last use
+    tinker:sampling:{model}     sorted set of ids of samplers that hold weights of the model, by their last use
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from opentinker.shared.state import tinker_scripts
+from opentinker.shared.state.redis_script import Script
+from opentinker.shared.state.tinker_requests import T, TinkerRequests
+from opentinker.shared.types import codec
+from opentinker.shared.types.errors import NotFound, OpenTinkerError
+from opentinker.shared.types.tinker import Sampler, TinkerCheckpoint, TinkerModel, TinkerSession
+
+Owned = TypeVar("Owned", TinkerSession, TinkerModel, Sampler, TinkerCheckpoint)
+
+BEAT_S = 300
+"""A session without heartbeats for this long counts as left by its client."""
+SESSION_KEPT_S = 86400.0
+"""A session without heartbeats for this long is removed, with its samplers and models."""
+MAX_SESSIONS, MAX_SAMPLERS = 1000, 10_000
+"""Of a tenant."""
+SAMPLER_KEPT_S = 3600.0
+"""A sampler without requests for this long makes room for new ones at the bound."""
+
+
+class TooManyRecords(OpenTinkerError):
+    """A tenant has as many sessions, samplers or models as it may."""
+
+
+class TinkerSessions(TinkerRequests):
+    def __init__(self, redis: Any) -> None:
+        super().__init__(redis)
+        self._open_session = Script(redis, tinker_scripts.OPEN_SESSION)
+        self._close_session = Script(redis, tinker_scripts.CLOSE_SESSION)
+        self._add_sampler = Script(redis, tinker_scripts.ADD_SAMPLER)
+
+    # --- sessions -----------------------------------------------------------------------------------------------
+
+    async def open_session(self, session: TinkerSession) -> None:
+        """Idempotent. Raises TooManyRecords."""
+        opened = await self._open_session(
+            keys=[f"tinker:session:{session.id}", f"tinker:beat:{session.id}", "tinker:beats",
+                  f"tinker:sessions:{session.tenant}"],
+            args=[session.id, codec.to_json(session), session.created, time.time(), BEAT_S, MAX_SESSIONS],
+        )  # fmt: skip
+        if not opened:
+            raise TooManyRecords(
+                f"tenant {session.tenant} has {MAX_SESSIONS} sessions; end clients that are not used, "
+                f"{SESSION_KEPT_S / 3600:.0f} hours later their sessions are removed"
+            )
+
+    async def session(self, tenant: str, id: str) -> TinkerSession:
+        """Raises NotFound, for a session of another tenant too."""
+        return self._own(await self._read(TinkerSession, f"tinker:session:{id}"), tenant, f"session {id}")
+
+    async def has_session(self, id: str) -> bool:
+        """Return whether the session of a model or sampler is there."""
+        return bool(await self._redis.exists(f"tinker:session:{id.partition(':')[0]}"))
+
+    async def beat(self, id: str) -> None:
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.set(f"tinker:beat:{id}", "1", ex=BEAT_S)
+            pipe.zadd("tinker:beats", {id: time.time()}, xx=True)
+            await pipe.execute()
+
+    async def finish(self, id: str, how: str) -> None:
+        """Note how the client of a session ended, as JSON."""
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.set(f"tinker:finished:{id}", how)
+            pipe.delete(f"tinker:beat:{id}")
+            await pipe.execute()
+
+    async def finished(self, id: str) -> str:
+        """Return how the client of a session ended, as JSON; empty: it has not said that it has."""
+        return str(await self._redis.get(f"tinker:finished:{id}") or "")
+
+    async def is_alive(self, id: str) -> bool:
+        return bool(await self._redis.exists(f"tinker:beat:{id}"))
+
+    async def session_ids(self, tenant: str, offset: int, limit: int) -> list[str]:
+        """Return ids of the tenant's sessions, newest first."""
+        return list(await self._redis.zrange(f"tinker:sessions:{tenant}", offset, offset + limit - 1, desc=True))
+
+    async def sessions_after(self, tenant: str, last: str, limit: int) -> list[TinkerSession]:
+        """Return the tenant's sessions that follow this one, newest first; from the first if it is empty, none if it
+        is unknown."""
+        key, start = f"tinker:sessions:{tenant}", 0
+        if last:
+            rank = await self._redis.zrevrank(key, last)
+            if rank is None:
+                return []
+            start = int(rank) + 1
+        return await self._listed(TinkerSession, key, "tinker:session:", start, limit)
+
+    async def models_in(self, session: str) -> list[str]:
+        return sorted(await self._redis.smembers(f"tinker:trained:{session}"))
+
+    async def sessions_left(self, before: float, limit: int = 100) -> list[TinkerSession]:
+        """Return sessions without a heartbeat since this Unix time, those left first."""
+        ids = await self._redis.zrange("tinker:beats", "-inf", before, byscore=True, offset=0, num=limit)
+        texts = await self._redis.mget([f"tinker:session:{id}" for id in ids]) if ids else []
+        return [codec.from_json(TinkerSession, text) for text in texts if text]
+
+    async def close_session(self, session: TinkerSession, before: float) -> bool:
+        """Remove a session and its samplers. Return False, and change nothing, if it has had a heartbeat since."""
+        removed = await self._close_session(
+            keys=["tinker:beats", f"tinker:session:{session.id}", f"tinker:beat:{session.id}",
+                  f"tinker:finished:{session.id}", f"tinker:sessions:{session.tenant}", f"tinker:trained:{session.id}"],
+            args=[session.id, before],
+        )  # fmt: skip
+        if removed:
+            samplers = await self.samplers_in(session.id)
+            for start in range(0, len(samplers), 500):
+                await self._remove_samplers(session.tenant, samplers[start : start + 500])
+            await self._redis.delete(f"tinker:in:{session.id}")
+        return bool(removed)
+
+    # --- samplers -----------------------------------------------------------------------------------------------
+
+    async def add_sampler(self, sampler: Sampler) -> None:
+        """Save it; one with this id is replaced. One of a model's weights without a name is its newest from now on,
+        unless a later command has saved another."""
+        number = sampler.version.rpartition("@")[2]
+        is_newest, model = bool(sampler.model and not sampler.path), sampler.model
+        await self._add_sampler(
+            keys=[f"tinker:sampler:{sampler.id}", f"tinker:in:{sampler.session}", f"tinker:model:{model}",
+                  f"tinker:sampling:{model}", f"tinker:samplers:{sampler.tenant}"],
+            args=[sampler.id, codec.to_json(sampler), (number if number.isdigit() else "0") if is_newest else "",
+                  time.time(), int(bool(model and not sampler.follows))],
+        )  # fmt: skip
+
+    async def make_room_for_sampler(self, tenant: str) -> None:
+        """Remove samplers that have been idle for long if the tenant has as many as it may. Raises TooManyRecords."""
+        key = f"tinker:samplers:{tenant}"
+        if await self._redis.zcard(key) < MAX_SAMPLERS:
+            return
+        idle = await self._redis.zrange(key, "-inf", time.time() - SAMPLER_KEPT_S, byscore=True, offset=0, num=100)
+        if not idle:
+            raise TooManyRecords(
+                f"tenant {tenant} has {MAX_SAMPLERS} samplers, all of them used within the last "
+                f"{SAMPLER_KEPT_S / 60:.0f} minutes; sample with those, or end clients that are not used"
+            )
+        await self._remove_samplers(tenant, idle)
+
+    async def _remove_samplers(self, tenant: str, ids: Sequence[str]) -> None:
+        texts = await self._redis.mget([f"tinker:sampler:{id}" for id in ids])
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for id, text in zip(ids, texts, strict=True):
+                pipe.delete(f"tinker:sampler:{id}")
+                pipe.zrem(f"tinker:samplers:{tenant}", id)
+                pipe.srem(f"tinker:in:{id.partition(':')[0]}", id)
+                if text and (model := codec.from_json(Sampler, text).model):
+                    pipe.zrem(f"tinker:sampling:{model}", id)
+            await pipe.execute()
+
+    async def used_sampler(self, sampler: Sampler) -> None:
+        """Note that samples are drawn with it, and with its weights, which one that follows the model's does not
+        hold."""
+        async with self._redis.pipeline(transaction=False) as pipe:
+            pipe.zadd(f"tinker:samplers:{sampler.tenant}", {sampler.id: time.time()}, xx=True)
+            if sampler.model and not sampler.follows:
+                pipe.zadd(f"tinker:sampling:{sampler.model}", {sampler.id: time.time()})
+            await pipe.execute()
+
+    async def samplers_of(self, model: str) -> list[Sampler]:
+        """Return those that hold weights of the model, the most recently used ones first, without those forgotten."""
+        return await self._listed(Sampler, f"tinker:sampling:{model}", "tinker:sampler:")
+
+    async def samplers_in(self, session: str) -> list[str]:
+        return sorted(await self._redis.smembers(f"tinker:in:{session}"))
+
+    async def forget_use(self, model: str, ids: Sequence[str]) -> None:
+        if ids:
+            await self._redis.zrem(f"tinker:sampling:{model}", *ids)
+
+    async def newest_of(self, sampler: Sampler) -> Sampler:
+        """Return the sampler with the model's newest weights, which one that follows them samples with."""
+        if not sampler.follows:
+            return sampler
+        id = await self._redis.hget(f"tinker:model:{sampler.model}", "sampler")
+        return (await self._read(Sampler, f"tinker:sampler:{id}") if id else None) or sampler
+
+    async def sampler(self, tenant: str, id: str) -> Sampler:
+        """Raises NotFound, for a sampler of another tenant too."""
+        return self._own(await self._read(Sampler, f"tinker:sampler:{id}"), tenant, f"sampler {id}")
+
+    # --- helpers ------------------------------------------------------------------------------------------------
+
+    async def _listed(self, kind: type[T], index: str, prefix: str, start: int = 0, limit: int = 0) -> list[T]:
+        """Return what an index names, by descending score; all of it without a limit."""
+        ids = await self._redis.zrange(index, start, start + limit - 1 if limit else -1, desc=True)
+        texts = await self._redis.mget([prefix + id for id in ids]) if ids else []
+        return [codec.from_json(kind, text) for text in texts if text]
+
+    @staticmethod
+    def _own(found: Owned | None, tenant: str, name: str) -> Owned:
+        if found is None or found.tenant != tenant:
+            raise NotFound(f"{name} does not exist")
+        return found
