@@ -156,8 +156,9 @@ def trained_models(spec: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def may_share(spec: JobSpec) -> bool:
-    """Return whether the job could have a shared trainer, as far as its spec tells."""
-    return spec.kind != "tinker" and not _unshareable(spec)
+    """Return whether the job may have a shared trainer without asking for one, as far as its spec tells. Deterministic
+    jobs ask: passes of others wait for their whole micro-batches."""
+    return spec.kind != "tinker" and not spec.train.deterministic and not _unshareable(spec)
 
 
 def settle_shared(spec: JobSpec) -> list[dict[str, Any]]:
@@ -206,7 +207,6 @@ def _unshareable_adapter(spec: JobSpec) -> list[tuple[str, Any, str]]:
         (bool(embeddings), "model.lora.target_modules", embeddings, f"are embeddings, which jobs share; {OWN}"),
         (model.fp32_head, "model.fp32_head", True, f"would change the base of other jobs; {OWN}"),
         (train.gradient_checkpointing, "train.gradient_checkpointing", True, f"would change that of others; {OWN}"),
-        (train.deterministic, "train.deterministic", True, f"needs a trainer that nothing else runs on; {OWN}"),
         (train.learner != "torch", "train.learner", train.learner, "trains no adapter"),
         (critic, "algorithm.advantage", "gae",
          f"trains a critic, which is a whole model; {'' if spec.policies else 'set [value_model], or '}{OWN}"),

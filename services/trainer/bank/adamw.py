@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from opentinker.services.trainer.bank.adapter import Adapter
 from opentinker.services.trainer.bank.limits import Refused
+from opentinker.services.trainer.bank.sole_adapter import deterministic_algorithms
 
 
 class AdamSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,3 +74,27 @@ def step(adapters: Sequence[Adapter], settings: Sequence[AdamSettings], norms: T
     sizes = [-(chosen.lr / correction) for chosen, correction in zip(settings, correction1, strict=True)]
     torch._foreach_addcdiv_(w, m, root, sizes)
     torch._foreach_zero_(g)
+
+
+def step_alone(adapter: Adapter, settings: AdamSettings, norm: Tensor) -> None:
+    """The same for a deterministic adapter, by torch.optim.AdamW as a trainer of one job uses it: the same bits."""
+    if settings.clip is not None:
+        adapter.gradient.mul_((settings.clip / (norm + 1e-6)).clamp(max=1.0))
+    vectors = (adapter.weights, adapter.gradient, adapter.exp_avg, adapter.exp_avg_sq)
+    pairs = zip(*(adapter.shape.pairs(vector).values() for vector in vectors), strict=True)
+    matrices = [columns for pair in pairs for columns in zip(*pair, strict=True)]
+    parameters, device = [], adapter.weights.device
+    for weights, gradient, _, _ in matrices:
+        parameters.append(weights.detach().requires_grad_(True))
+        parameters[-1].grad = gradient
+    optimizer = torch.optim.AdamW(
+        parameters, lr=settings.lr, betas=(settings.beta1, settings.beta2), eps=settings.eps,
+        weight_decay=settings.weight_decay, fused=True,
+    )  # fmt: skip
+    for parameter, (_, _, exp_avg, exp_avg_sq) in zip(parameters, matrices, strict=True):
+        steps = torch.tensor(float(adapter.steps), device=device)
+        optimizer.state[parameter] = {"step": steps, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    with deterministic_algorithms():
+        optimizer.step()
+    adapter.steps += 1
+    adapter.gradient.zero_()

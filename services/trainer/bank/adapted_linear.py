@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from opentinker.services.trainer.bank.adapter import Pair
+from opentinker.services.trainer.bank.sole_adapter import SoleAdapter
 
 
 @dataclass
@@ -37,17 +38,19 @@ class Segments:
 
     def __init__(self, device: torch.device | str) -> None:
         self.of_pass: Sequence[Segment] = ()
+        self.sole: SoleAdapter | None = None
+        """Instead of segments, in a pass of a deterministic adapter."""
         self.anchor = torch.zeros((), device=device, requires_grad=True)
         """Makes autograd call the backward pass of layers whose input has no gradient."""
 
     @contextmanager
-    def used(self, segments: Sequence[Segment]) -> Iterator[None]:
-        """Compute forward and backward passes in the body with these segments."""
-        self.of_pass = segments
+    def used(self, segments: Sequence[Segment], sole: SoleAdapter | None = None) -> Iterator[None]:
+        """Compute forward and backward passes in the body with these segments, or with one adapter."""
+        self.of_pass, self.sole = segments, sole
         try:
             yield
         finally:
-            self.of_pass = ()
+            self.of_pass, self.sole = (), None
 
 
 class AdaptedLinear(nn.Module):  # type: ignore[misc]
@@ -56,6 +59,8 @@ class AdaptedLinear(nn.Module):  # type: ignore[misc]
         self.base, self.name, self.segments = base, name, segments
 
     def forward(self, inputs: Tensor) -> Tensor:
+        if (sole := self.segments.sole) is not None:
+            return sole.add_to(self.base(inputs), inputs, self.name)
         segments = [segment for segment in self.segments.of_pass if self.name in segment.weights]
         if not segments:
             return cast(Tensor, self.base(inputs))

@@ -7,7 +7,7 @@ matrices are in them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -59,10 +59,12 @@ class Adapter:
     exp_avg: Tensor
     exp_avg_sq: Tensor
     partial: Tensor | None = None
-    """Gradient of a forward_backward that has passed for some of its rows; added to `gradient` with the last."""
+    """`gradient` with that of a command which has passed for some of its rows; takes its place with the last."""
     steps: int = 0
     owner: str = ""
     """Tenant that it belongs to."""
+    deterministic: bool = False
+    """Computed by itself, with the operations of `sole_adapter.py`."""
 
     @classmethod
     def fresh(cls, name: str, shape: AdapterShape, config: Mapping[str, Any], weights: Tensor) -> Adapter:
@@ -83,4 +85,4 @@ class Adapter:
         copies = {}
         for name, vector in self.vectors.items():
             copies[name] = torch.empty_like(vector, device=device, pin_memory=pinned).copy_(vector)
-        return Adapter(self.name, self.shape, self.config, steps=self.steps, owner=self.owner, **copies)
+        return replace(self, **copies)

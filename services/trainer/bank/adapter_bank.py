@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from opentinker.services.trainer.bank import adamw
@@ -84,11 +83,15 @@ class AdapterBank:
     def slots(self) -> int:
         return self.residency.slots
 
-    def create(self, name: str, lora: LoraSpec, seed: int, *, owner: str = "") -> None:
-        """Add an adapter with the weights that a LoRA job with this seed begins with. Raises Refused, Conflict or
-        OSError."""
+    def create(
+        self, name: str, lora: LoraSpec, seed: int, *, owner: str = "", deterministic: bool = False
+    ) -> None:  # fmt: skip
+        """Add an adapter with the weights that a LoRA job with this seed begins with. `deterministic`: see
+        `sole_adapter.py`. Raises Refused, Conflict or OSError."""
         self.limits.check_rank(lora.rank)
-        self._add(self.base.fresh_adapter(name, lora, seed), owner)
+        adapter = self.base.fresh_adapter(name, lora, seed)
+        adapter.deterministic = deterministic
+        self._add(adapter, owner)
 
     def import_peft(self, name: str, directory: Path, *, owner: str = "") -> None:
         """Add an adapter from a PEFT directory. Raises Refused, Conflict or OSError."""
@@ -145,7 +148,7 @@ class AdapterBank:
         for adapter, part, result in zip(adapters, rows, results, strict=True):
             if part.backward and (part.last or not result.is_finite):
                 if result.is_finite and adapter.partial is not None:
-                    adapter.gradient += adapter.partial
+                    adapter.gradient = adapter.partial
                 adapter.partial = None
         return results
 
@@ -156,7 +159,7 @@ class AdapterBank:
             if part.backward:
                 self.residency.begin_change(adapter.name)
                 if adapter.partial is None:
-                    adapter.partial = torch.zeros_like(adapter.weights)
+                    adapter.partial = adapter.gradient.clone()
             pieces.append(Piece(adapter, part.part, adapter.partial if part.backward else None))
         return MixedBatch(pieces).run(self.base)
 
@@ -173,8 +176,11 @@ class AdapterBank:
         norms = adamw.gradient_norms(adapters)
         finite = norms.isfinite().tolist()
         ready = [n for n, good in enumerate(finite) if good]
-        if ready:
-            adamw.step([adapters[n] for n in ready], [steps[n][1] for n in ready], norms[ready])
+        together = [n for n in ready if not adapters[n].deterministic]
+        if together:
+            adamw.step([adapters[n] for n in together], [steps[n][1] for n in together], norms[together])
+        for n in set(ready).difference(together):
+            adamw.step_alone(adapters[n], steps[n][1], norms[n])
         results: list[StepResult | Refused] = []
         for adapter, norm, good in zip(adapters, norms.tolist(), finite, strict=True):
             if good:

@@ -37,6 +37,7 @@ def store(adapter: Adapter, path: Path, **notes: str) -> None:
     or the new one."""
     about = {
         "owner": adapter.owner,
+        "deterministic": adapter.deterministic,
         "steps": adapter.steps,
         "rank": adapter.shape.rank,
         "scaling": adapter.shape.scaling,
@@ -69,18 +70,20 @@ def restore(name: str, path: Path) -> Adapter:
         vectors.setdefault("gradient", torch.zeros_like(vectors["weights"]))
         layers = {layer: (inputs, outputs) for layer, (inputs, outputs) in about["layers"]}
         shape = AdapterShape(about["rank"], about["scaling"], layers)
-        return Adapter(name, shape, about["config"], steps=about["steps"], owner=about["owner"], **vectors)
+        own = {key: about[key] for key in ("steps", "owner")}
+        return Adapter(name, shape, about["config"], deterministic=about.get("deterministic", False), **own, **vectors)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise Refused(
             f"the stored adapter {name!r} cannot be read: {first_line(error)}; remove it and create it again"
         ) from error
 
 
-def owner_of(path: Path) -> str | None:
-    """Return the tenant of a stored adapter; None if the file is damaged."""
+def owner_of(path: Path) -> tuple[str, bool] | None:
+    """Return the tenant of a stored adapter and whether it is deterministic; None if the file is damaged."""
     try:
         with safe_open(path, framework="pt") as file:
-            return str(orjson.loads(file.metadata()["adapter"])["owner"])
+            about = orjson.loads(file.metadata()["adapter"])
+            return str(about["owner"]), bool(about.get("deterministic", False))
     except (OSError, ValueError, KeyError, TypeError, SafetensorError):
         return None
 

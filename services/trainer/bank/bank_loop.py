@@ -52,13 +52,11 @@ class BankLoop:
     Use it as an async context manager; at the end all adapters are stored.
     """
 
-    def __init__(self, bank: AdapterBank, *, coalesce_s: float = 0.005, deterministic: bool = False) -> None:
-        """`coalesce_s`: how long a pass with room waits for tenants of the last one. `deterministic`: one tenant after
-        another, so that results are bit for bit those of a tenant alone."""
-        self.bank, self.coalesce_s, self.deterministic = bank, coalesce_s, deterministic
+    def __init__(self, bank: AdapterBank, *, coalesce_s: float = 0.005) -> None:
+        """`coalesce_s`: how long a pass with room waits for tenants of the last one."""
+        self.bank, self.coalesce_s = bank, coalesce_s
         limits = bank.limits
-        turn = None if deterministic else max(1, limits.step_tokens // TURNS)
-        self._queue = FairQueue[BankCommand](limits.step_tokens if deterministic else limits.datum_tokens, turn)
+        self._queue = FairQueue[BankCommand](limits.datum_tokens, max(1, limits.step_tokens // TURNS))
         self._budget = PassBudget(limits.step_tokens)
         self._thread = ThreadPoolExecutor(1, "bank")
         self._slots = asyncio.Lock()
@@ -71,7 +69,7 @@ class BankLoop:
         self.waited_s: dict[str, float] = {}
         """Seconds that commands waited for others', by tenant."""
         self._recent: set[str] = set()
-        """Adapters of the last pass."""
+        """Adapters of the last pass that could have had more."""
 
     async def __aenter__(self) -> Self:
         self.events = asyncio.get_running_loop()
@@ -102,9 +100,14 @@ class BankLoop:
         waiting = sum(not one.units or one.tokens_left > 0 for one in self._queue)
         return f"slots {used}/{self.bank.slots}" + (f", {waiting} waiting for tokens" if waiting else "")
 
-    async def create(self, tenant: str, adapter: str, lora: LoraSpec, seed: int) -> None:
-        """Add an adapter that belongs to the tenant: others do not find it. Raises Refused, Conflict or OSError."""
-        await self._add(adapter, lambda: self.bank.create(adapter, lora, seed, owner=tenant))
+    async def create(
+        self, tenant: str, adapter: str, lora: LoraSpec, seed: int, *, deterministic: bool = False
+    ) -> None:  # fmt: skip
+        """Add an adapter that belongs to the tenant: others do not find it. `deterministic`: each of its units has a
+        pass to itself, and results are bit for bit those of a trainer that one job has to itself. Raises Refused,
+        Conflict or OSError."""
+        create = functools.partial(self.bank.create, adapter, lora, seed, owner=tenant, deterministic=deterministic)
+        await self._add(adapter, create)
 
     async def import_peft(self, tenant: str, adapter: str, directory: Path) -> None:
         """Likewise."""
@@ -147,7 +150,8 @@ class BankLoop:
         limits = self.bank.limits
         limits.check_lengths(lengths)
         limits.check_waiting(self._queue.tokens(tenant), sum(lengths))
-        units = pack(lengths, limits.step_tokens) if self.deterministic else [[n] for n in range(len(data))]
+        is_alone = adapter in self.bank.residency.deterministic
+        units = pack(lengths, limits.datum_tokens) if is_alone else [[n] for n in range(len(data))]
         answer: asyncio.Future[ForwardResult] = asyncio.get_running_loop().create_future()
 
         def rows(start: int, end: int, last: bool) -> Rows:
@@ -240,7 +244,7 @@ class BankLoop:
         if self.bank.residency.owners.get(adapter) != tenant or self._is_being_removed(tenant, adapter):
             raise NotFound(f"there is no adapter {adapter!r}")
         self.bank.limits.check_commands(self._queue.commands(tenant))
-        self._queue.push(Waiting(tenant, adapter, command, units))
+        self._queue.push(Waiting(tenant, adapter, command, units, adapter in self.bank.residency.deterministic))
         if units:
             self._budget.sent(tenant)
         self._wake.set()
@@ -284,7 +288,8 @@ class BankLoop:
     @property
     def _has_room(self) -> bool:
         """Return whether the next pass could take more than what waits."""
-        return not self.deterministic and self._queue.tokens() < self._pass_tokens
+        is_mixed = any(one.units and not one.alone for one in self._queue.heads())
+        return is_mixed and self._queue.tokens() < self._pass_tokens
 
     async def _drop_cancelled(self) -> None:
         """Drop cancelled commands that stand first, and those that come to stand first thereby."""
@@ -339,8 +344,7 @@ class BankLoop:
             self._answer(waiting, error)
 
     async def _run_pass(self) -> None:
-        tokens = self.bank.limits.step_tokens if self.deterministic else self._pass_tokens
-        taken = self._queue.take(tokens, self.bank.slots, 1 if self.deterministic else None)
+        taken = self._queue.take(self._pass_tokens, self.bank.slots)
         async with self._slots:
             await self._run_rows(taken)
 
@@ -358,7 +362,8 @@ class BankLoop:
             tokens += own
             start, command.done = command.done, command.done + count
             rows.append(command.make_rows(start, command.done, command.done == command.units))
-        self._recent = {part.adapter for part in rows}
+        if not loaded[0].alone:
+            self._recent = {part.adapter for part in rows}
         began = time.monotonic()
         results = await self._results(rows)
         self._budget.passed(tokens, took_s := time.monotonic() - began)

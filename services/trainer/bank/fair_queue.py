@@ -25,6 +25,8 @@ class Waiting(Generic[T]):
     command: T
     units: list[int]
     """Tokens of each unit. Empty: it is not part of a pass (an optimizer step) and its adapter's later ones wait."""
+    alone: bool = False
+    """Whether each of its units has a pass to itself."""
     taken: int = 0
     """Units that have entered a pass."""
 
@@ -53,6 +55,8 @@ class FairQueue(Generic[T]):
         self.largest, self.quantum = largest, quantum or largest
         self._tenants: dict[str, _Tenant[T]] = {}
         """Tenants with commands, in their turn."""
+        self._due: list[str] = []
+        """Tenants whose units could not share the last pass. They had their turns in it and spend them now."""
         self._choices = 0
         self._last_steps: dict[str, int] = {}
         """Number of the last choice of steps that each tenant was part of."""
@@ -118,17 +122,20 @@ class FairQueue(Generic[T]):
         self._last_steps |= {one.tenant: self._choices for one in chosen}
         return chosen
 
-    def take(self, tokens: int, adapters: int, units: int | None = None) -> list[tuple[Waiting[T], int]]:
+    def take(self, tokens: int, adapters: int) -> list[tuple[Waiting[T], int]]:
         """Choose what enters a pass: commands with the number of their next units.
 
-        `tokens`: the most in the pass; a larger unit has one to itself. `adapters`: the most that may be in it.
-        `units`: the most in it. Tenants that found no slot are first in the next pass, and after them the one whose
+        `tokens`: the most in the pass; a larger unit has one to itself. `adapters`: the most that may be in it. Tenants
+        whose units could not share this pass have the next ones, then come those that found no slot, then the one whose
         turn the pass ended.
         """
+        if (alone := self._due_unit()) is not None:
+            return [(alone, 1)]
         chosen: dict[int, tuple[Waiting[T], int]] = {}
-        room, left, names = tokens, units if units is not None else tokens, set[str]()
+        room, names = tokens, set[str]()
         order, no_slot, exhausted = deque(self._tenants), deque[str](), deque[str]()
-        while order and left:
+        due: dict[str, None] = {}
+        while order:
             name = order[0]
             tenant = self._tenants[name]
             if not tenant.in_turn:
@@ -144,20 +151,42 @@ class FairQueue(Generic[T]):
                 tenant.deficit = min(tenant.deficit, self.largest if waits else self.quantum)
                 (no_slot if waits else exhausted).append(name)
                 continue
+            if found.alone and chosen:
+                due[name] = None
+                if len(due) == len(order):
+                    break
+                tenant.in_turn = False
+                order.rotate(-1)
+                continue
             size = found.units[found.taken]
             if size > room and chosen:
                 break
-            room, left, tenant.deficit = room - size, left - 1, tenant.deficit - size
+            room, tenant.deficit = room - size, tenant.deficit - size
             found.taken += 1
             chosen[id(found)] = (found, chosen.get(id(found), (found, 0))[1] + 1)
             names.add(found.adapter)
+            if found.alone:
+                break
+        self._due = list(due)
         self._tenants = {name: self._tenants[name] for name in [*no_slot, *order, *exhausted]}
         return list(chosen.values())
+
+    def _due_unit(self) -> Waiting[T] | None:
+        """Take a unit of the tenants whose turn has come and that could share no pass."""
+        while self._due:
+            tenant = self._tenants.get(self._due[0], _Tenant[T]())
+            found = self._next_unit(tenant, set(), 1)
+            if found is not None and found.alone and (size := found.units[found.taken]) <= tenant.deficit:
+                tenant.deficit -= size
+                found.taken += 1
+                return found
+            self._due.pop(0)
+        return None
 
     def _next_unit(self, tenant: _Tenant[T], names: set[str], adapters: int) -> Waiting[T] | None:
         """Return the first command in the tenant's order with a unit that may enter the pass."""
         for waiting in tenant.heads():
-            fits = waiting.adapter in names or len(names) < adapters
+            fits = waiting.alone or waiting.adapter in names or len(names) < adapters
             if fits and waiting.taken < len(waiting.units):
                 return waiting
         return None

@@ -50,10 +50,10 @@ class JobAdapter:
         """Seconds that its commands have waited for those of other jobs."""
         return self.bank.waited_s.get(self.name, 0.0)
 
-    def create(self, lora: LoraSpec, seed: int) -> None:
+    def create(self, lora: LoraSpec, seed: int, *, deterministic: bool = False) -> None:
         """Add the adapter as a job with this seed begins; an earlier one of this name is removed."""
         self.remove()
-        self._wait(self._start(self.bank.create(self.name, self.name, lora, seed)))
+        self._wait(self._start(self.bank.create(self.name, self.name, lora, seed, deterministic=deterministic)))
 
     def remove(self) -> None:
         with suppress(NotFound):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
@@ -16,6 +17,7 @@ from opentinker.services.trainer.bank.adapter import Adapter
 from opentinker.services.trainer.bank.base_model import BaseModel
 from opentinker.services.trainer.bank.losses import F32
 from opentinker.services.trainer.bank.pass_part import PassPart, Scores
+from opentinker.services.trainer.bank.sole_adapter import SoleAdapter, deterministic_algorithms
 from opentinker.shared.nn.forward import token_scores
 from opentinker.shared.nn.layout import Layout, join
 from opentinker.shared.nn.models import autocast
@@ -47,10 +49,15 @@ class MixedBatch:
     plan: Layout = field(init=False)
     ends: list[int] = field(init=False)
     """Of the pieces in the stream."""
+    is_sole: bool = field(init=False)
+    """Whether the pass is of a deterministic adapter."""
 
     def __post_init__(self) -> None:
         plans = [piece.part.plan for piece in self.pieces]
-        self.plan = join(plans)
+        self.plan = plans[0] if len(plans) == 1 else join(plans)
+        self.is_sole = any(piece.adapter.deterministic for piece in self.pieces)
+        if self.is_sole and len(self.pieces) > 1:
+            raise ValueError("a deterministic adapter has its passes to itself")
         self.ends = list(accumulate(len(plan.ids_N) for plan in plans))
 
     def run(self, base: BaseModel) -> list[PieceResult]:
@@ -58,7 +65,7 @@ class MixedBatch:
         plan = self.plan.to(torch.device(base.device))
         backward = any(piece.gradient is not None for piece in self.pieces)
         options = [piece.part.options for piece in self.pieces]
-        with base.segments.used(self._segments()), torch.set_grad_enabled(backward):
+        with self._adapters(base), torch.set_grad_enabled(backward):
             with autocast(base.device, base.dtype):
                 scores = token_scores(
                     base.causal,
@@ -76,6 +83,17 @@ class MixedBatch:
         logprobs = [part.logprobs_M.detach() for part in parts]
         return self._results(logprobs, torch.stack([loss.detach() for loss in losses]))
 
+    @contextmanager
+    def _adapters(self, base: BaseModel) -> Iterator[None]:
+        if not self.is_sole:
+            with base.segments.used(self._segments()):
+                yield
+            return
+        (piece,) = self.pieces
+        sole = SoleAdapter.of(piece.adapter, piece.gradient, adapted=piece.part.options.adapted)
+        with deterministic_algorithms(), base.segments.used((), sole):
+            yield
+
     def _segments(self) -> list[Segment]:
         found = []
         for start, end, piece in zip([0, *self.ends], self.ends, self.pieces, strict=False):
@@ -87,7 +105,8 @@ class MixedBatch:
 
     def _temperature(self, plan: Layout) -> Tensor | float:
         assert plan.temperatures_U is not None
-        return 1.0 if all(piece.part.options.temperature == 1.0 for piece in self.pieces) else plan.temperatures_U
+        values = {piece.part.options.temperature for piece in self.pieces}
+        return values.pop() if self.is_sole or values == {1.0} else plan.temperatures_U
 
     def _results(self, logprobs: Sequence[Tensor], losses_P: Tensor) -> list[PieceResult]:
         largest_P = torch.stack([

@@ -36,8 +36,10 @@ class Residency:
         self._cut_off = set(self._files)
         """With a file whose `partial`, if it has one, is of a command that will not go on."""
         found = {name: adapter_files.owner_of(self._path(name)) for name in self._files}
-        self.owners = {name: owner for name, owner in found.items() if owner is not None}
+        self.owners = {name: about[0] for name, about in found.items() if about is not None}
         """Tenants of the adapters; those with a damaged file are absent."""
+        self.deterministic = {name for name, about in found.items() if about is not None and about[1]}
+        """Adapters that are computed by themselves."""
 
     def __contains__(self, name: str) -> bool:
         return name in self._resident or name in self._host or name in self._files
@@ -56,6 +58,8 @@ class Residency:
         self._outdated_path(adapter.name).unlink(missing_ok=True)
         self._resident[adapter.name] = adapter
         self.owners[adapter.name] = adapter.owner
+        if adapter.deterministic:
+            self.deterministic.add(adapter.name)
 
     def bring(self, names: Iterable[str]) -> list[Adapter]:
         """Return adapters, all in slots, wherever they were. Raises NotFound, Refused for a damaged file, and
@@ -82,7 +86,7 @@ class Residency:
         self._outdated_path(name).unlink(missing_ok=True)
         for held in (self._resident, self._host, self.owners):
             held.pop(name, None)
-        for names in (self._files, self._unchanged, self._cut_off):
+        for names in (self._files, self._unchanged, self._cut_off, self.deterministic):
             names.discard(name)
 
     def begin_change(self, name: str) -> None:

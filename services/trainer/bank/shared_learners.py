@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from opentinker.shared.nn.layout import Layout
 from opentinker.shared.nn.models import load_tokenizer
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types.core import WeightVersion
+from opentinker.shared.types.errors import JobFailed
 from opentinker.shared.types.manifest import ADAPTER
 from opentinker.shared.types.trajectories import Group
 
@@ -48,6 +50,7 @@ class SharedPolicy(PolicyModel):
         tokens = min(spec.train.tokens_per_micro_batch, adapter.longest)
         train = spec.train.model_copy(update={"tokens_per_micro_batch": tokens})
         super().__init__(spec.model_copy(update={"train": train}), adapter.base.device)
+        self._asked_tokens = spec.train.tokens_per_micro_batch
         self.adapter = adapter
         self.lr = 0.0
         """Of the next step."""
@@ -55,10 +58,21 @@ class SharedPolicy(PolicyModel):
     def _build(self, checkpoint: Path | None) -> None:
         lora = self.spec.model.lora
         assert lora is not None
+        if self.spec.train.deterministic:
+            self._require_whole_micro_batches()
+            import_module("torch._inductor.config")  # takes seconds, and torch's setting needs it: not in the bank
         self.tokenizer = load_tokenizer(self.spec.model.base)
-        self.adapter.create(lora, self.spec.train.seed)
+        self.adapter.create(lora, self.spec.train.seed, deterministic=self.spec.train.deterministic)
         self.causal = self.adapter.base.causal
         self.dropouts = []
+
+    def _require_whole_micro_batches(self) -> None:
+        """Raise JobFailed for larger micro-batches than a pass takes: smaller ones round otherwise."""
+        if self._asked_tokens > self.adapter.longest:
+            raise JobFailed(
+                f"train.tokens_per_micro_batch = {self._asked_tokens}: with train.deterministic at most "
+                f"{self.adapter.longest}, the bank_tokens of this shared trainer; or take resources.trainer = 'own'"
+            )
 
     def _resume(self, checkpoint: Path | None) -> None:
         self.steps = 0

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from opentinker.shared.spec import parse_spec
-from opentinker.shared.spec.engines import bank_of
+from opentinker.shared.spec.engines import bank_of, may_share
 from tests.support.factories import make_spec, refusals
 
 ADAPTER = {"base": "m", "lora": {}}
@@ -42,7 +42,6 @@ def test_jobs_that_share_a_trainer_have_base_and_precision_in_common() -> None:
             "'own'",
         ),
         ({"train": {**STEP, "gradient_checkpointing": True}}, "train.gradient_checkpointing", "would change"),
-        ({"train": {**STEP, "deterministic": True}}, "train.deterministic", "nothing else runs on"),
         ({"train": {**STEP, "learner": "simulated"}}, "train.learner", "trains no adapter"),
         ({"algorithm": {"name": "ppo"}}, "algorithm.advantage", "trains a critic"),
         ({"resources": {**SHARED, "trainer_ranks": 2}}, "resources.trainer_ranks", "must be 1"),
@@ -98,3 +97,12 @@ def test_jobs_that_do_not_train_share_no_trainer(kind: str) -> None:
     data = {"name": "j", "kind": kind, "model": {"base": "m"}, "resources": SHARED}
     found = refusals(parse_spec, data | ({"environment": {"name": "copy_digits"}} if kind == "eval" else {}))
     assert f"does not apply to kind {kind!r}" in found["resources.trainer"]
+
+
+def test_a_deterministic_job_shares_a_trainer_only_if_it_asks() -> None:
+    exact: dict[str, Any] = {
+        "model": ADAPTER, "train": {**STEP, "deterministic": True}, "rollout": {"seed": 1},
+        "algorithm": {"max_staleness": 0},
+    }  # fmt: skip
+    assert bank_of(make_spec(**exact, resources=SHARED).model_dump(mode="json"))
+    assert not may_share(make_spec(**exact)) and may_share(make_spec(model=ADAPTER, train=STEP))

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file
+from torch import Tensor
 
 from opentinker.services.trainer.bank.adapter_bank import AdapterBank, Rows
+from opentinker.services.trainer.bank.bank_loop import BankLoop
 from opentinker.services.trainer.bank.base_model import BaseModel
 from opentinker.services.trainer.bank.limits import BankLimits
 from opentinker.services.trainer.bank.losses import Datum, Loss
 from opentinker.services.trainer.data.chat import Tokens
+from opentinker.services.trainer.learners.policy_model import PolicyModel
 from opentinker.shared.spec import LoraSpec
+from opentinker.shared.types.manifest import ADAPTER, OPTIMIZER
 
 LIMITS = BankLimits(step_tokens=128, datum_tokens=32, command_tokens=512, waiting_tokens=1024, rank=16)
 MakeBank = Callable[..., AdapterBank]
+Serve = Callable[[AdapterBank], BankLoop]
 TENANTS: list[tuple[LoraSpec, Loss, float]] = [
     (LoraSpec(rank=4, alpha=8.0), Loss(), 1e-2),
     (LoraSpec(rank=8, alpha=4.0, target_modules=["q_proj", "down_proj"]), Loss(name="ppo", scale=0.5), 3e-3),
@@ -47,6 +55,40 @@ def make_bank(base: BaseModel, tmp_path: Path) -> MakeBank:
     return make
 
 
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    """Return a function that runs the loop of a bank in another thread, where the service has its event loop."""
+    ends: list[tuple[asyncio.AbstractEventLoop, asyncio.Event, threading.Thread]] = []
+
+    def start(bank: AdapterBank) -> BankLoop:
+        begun, found = threading.Event(), []
+
+        async def run() -> None:
+            end = asyncio.Event()
+            async with BankLoop(bank) as loop:
+                found.append((loop, end))
+                begun.set()
+                await end.wait()
+
+        thread = threading.Thread(target=lambda: asyncio.run(run()))
+        thread.start()
+        assert begun.wait(30)
+        loop, end = found[0]
+        ends.append((loop.events, end, thread))
+        return loop
+
+    yield start
+    for events, end, thread in ends:
+        events.call_soon_threadsafe(end.set)
+        thread.join()
+
+
+def tensors(learner: PolicyModel, place: Path) -> dict[str, Tensor]:
+    learner.save(place)
+    state: dict[str, Tensor] = load_file(place / OPTIMIZER) | load_file(place / ADAPTER)
+    return {name: tensor for name, tensor in state.items() if not name.startswith("rng/")}
+
+
 def some_data(seed: int, rows: int = 4, shared: bool = True) -> list[Datum]:
     """Random rows; with `shared`, each begins with the same prompt, in all tenants alike."""
     rng, made = np.random.default_rng(seed), []
@@ -69,9 +111,10 @@ def rows_of(number: int, step: int = 0, **options: Any) -> Rows:
     return Rows(f"t{number}", some_data(100 * number + step), TENANTS[number % len(TENANTS)][1], **options)
 
 
-def add_tenant(bank: AdapterBank, number: int) -> None:
+def add_tenant(bank: AdapterBank, number: int, *, deterministic: bool = False) -> None:
     """Create adapter `tNUMBER` of `tenantNUMBER`, with B that is not 0, so that A has a gradient."""
-    bank.create(f"t{number}", TENANTS[number % len(TENANTS)][0], seed=number, owner=f"tenant{number}")
+    lora = TENANTS[number % len(TENANTS)][0]
+    bank.create(f"t{number}", lora, seed=number, owner=f"tenant{number}", deterministic=deterministic)
     (adapter,) = bank.residency.bring([f"t{number}"])
     noise = np.random.default_rng(number).normal(0, 0.05, adapter.shape.size)
     adapter.weights += adapter.weights.new_tensor(noise)

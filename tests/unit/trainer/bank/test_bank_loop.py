@@ -44,11 +44,13 @@ async def run_tenant(loop: BankLoop, number: int, steps: int = 3) -> list[float]
     return losses
 
 
-async def curves(make_bank: MakeBank, numbers: range, **options: Any) -> tuple[dict[int, list[float]], AdapterBank]:
-    bank = make_bank(slots=3, host_bytes=0 if options.pop("files", False) else 2**30)
+async def curves(
+    make_bank: MakeBank, numbers: range, *, deterministic: bool, files: bool = False
+) -> tuple[dict[int, list[float]], AdapterBank]:
+    bank = make_bank(slots=3, host_bytes=0 if files else 2**30)
     for number in numbers:
-        add_tenant(bank, number)
-    async with BankLoop(bank, **options) as loop:
+        add_tenant(bank, number, deterministic=deterministic)
+    async with BankLoop(bank) as loop:
         found = await asyncio.gather(*(run_tenant(loop, number) for number in numbers))
     return dict(zip(numbers, found, strict=True)), bank
 

@@ -15,10 +15,11 @@ UNITS = st.lists(st.integers(1, QUANTUM), min_size=1, max_size=12)
 COMMANDS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 1), UNITS), min_size=1, max_size=25)
 
 
-def queue_of(commands: list[tuple[int, int, list[int]]]) -> FairQueue[int]:
-    queue = FairQueue[int](QUANTUM)
+def queue_of(commands: list[tuple[int, int, list[int]]], alone: int = -1, quantum: int = QUANTUM) -> FairQueue[int]:
+    """`alone`: tenant whose units share no pass."""
+    queue = FairQueue[int](QUANTUM, quantum)
     for number, (tenant, adapter, units) in enumerate(commands):
-        queue.push(Waiting(f"t{tenant}", f"t{tenant}a{adapter}", number, units))
+        queue.push(Waiting(f"t{tenant}", f"t{tenant}a{adapter}", number, units, tenant == alone))
     return queue
 
 
@@ -28,19 +29,20 @@ def finish_taken(queue: FairQueue[int], taken: list[tuple[Waiting[int], int]]) -
             queue.finish(waiting)
 
 
-@given(commands=COMMANDS, adapters=st.integers(1, 4), units=st.sampled_from([None, 1, 3]))
+@given(commands=COMMANDS, adapters=st.integers(1, 4), alone=st.integers(-1, 4), quantum=st.sampled_from([2, QUANTUM]))
 @settings(max_examples=60, deadline=None)
 def test_everything_is_taken_once_in_order_and_within_bounds(
-    commands: list[tuple[int, int, list[int]]], adapters: int, units: int | None
+    commands: list[tuple[int, int, list[int]]], adapters: int, alone: int, quantum: int
 ) -> None:
-    queue, order = queue_of(commands), list[int]()
+    queue, order = queue_of(commands, alone, quantum), list[int]()
     taken_units = Counter[int]()
     for _ in range(sum(len(u) for *_, u in commands)):
-        taken = queue.take(PASS, adapters, units)
+        taken = queue.take(PASS, adapters)
         sizes = [sum(w.units[w.taken - count : w.taken]) for w, count in taken]
         assert taken and 0 < sum(sizes) <= PASS
         assert len({w.adapter for w, _ in taken}) == len(taken) <= adapters
-        assert units is None or sum(count for _, count in taken) <= units
+        if any(waiting.alone for waiting, _ in taken):
+            assert [count for _, count in taken] == [1]
         for waiting, count in taken:
             taken_units[waiting.command] += count
             if waiting.taken == len(waiting.units):
@@ -68,6 +70,22 @@ def test_shares_of_busy_tenants_differ_by_at_most_a_turn(sizes: list[int], passe
     shares = [served[f"t{n}"] for n in range(len(sizes))]
     assert max(shares) - min(shares) <= QUANTUM + 2 * QUANTUM
     assert sum(shares) > passes * (PASS - QUANTUM)
+
+
+@pytest.mark.parametrize("quantum", [2, QUANTUM])
+def test_a_tenant_whose_units_share_no_pass_has_its_share(quantum: int) -> None:
+    """And passes of the others are not cut short by its turns."""
+    queue = queue_of([(n, 0, [20 + n] * 2000) for n in range(3)], 1, quantum)
+    served, mixed = Counter[str](), list[int]()
+    for _ in range(200):
+        taken = queue.take(PASS, 8)
+        sizes = [sum(waiting.units[waiting.taken - count : waiting.taken]) for waiting, count in taken]
+        for (waiting, _), size in zip(taken, sizes, strict=True):
+            served[waiting.tenant] += size
+        if not taken[0][0].alone:
+            mixed.append(sum(sizes))
+    assert max(served.values()) - min(served.values()) <= 3 * QUANTUM
+    assert min(mixed) > PASS - 22 - quantum
 
 
 def test_a_flood_does_not_delay_a_small_command() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,11 +11,9 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from opentinker.services.trainer.bank.adapter_bank import AdapterBank
-from opentinker.services.trainer.bank.bank_loop import BankLoop
 from opentinker.services.trainer.bank.base_model import BaseModel
 from opentinker.services.trainer.bank.job_adapter import JobAdapter
 from opentinker.services.trainer.bank.limits import BankLimits
@@ -31,15 +27,13 @@ from opentinker.services.trainer.data.chat import Tokens
 from opentinker.services.trainer.data.examples import Example
 from opentinker.services.trainer.learners.base import Interrupted, NonFinite, TooLong
 from opentinker.services.trainer.learners.dpo import DpoLearner
-from opentinker.services.trainer.learners.policy_model import PolicyModel
 from opentinker.services.trainer.learners.rl import RlLearner
 from opentinker.services.trainer.learners.sft import SftLearner
 from opentinker.shared.types.errors import JobFailed
-from opentinker.shared.types.manifest import ADAPTER, OPTIMIZER
 from tests.samples.row_samples import chat_model, random_pairs, random_rows, row_spec
 from tests.support.factories import V0
 from tests.support.learning import LORA, loaded, random_groups, torch_spec
-from tests.unit.trainer.bank.conftest import MakeBank
+from tests.unit.trainer.bank.conftest import MakeBank, Serve, tensors
 
 LIMITS = BankLimits(step_tokens=256, datum_tokens=128, command_tokens=512, waiting_tokens=1024, rank=16)
 ALGORITHMS: dict[str, dict[str, Any]] = {
@@ -60,35 +54,7 @@ Share = Callable[..., SharedRlLearner]
 
 
 @pytest.fixture
-def serve(make_bank: MakeBank) -> Iterator[Callable[[AdapterBank], BankLoop]]:
-    """Return a function that runs the loop of a bank in another thread, where the service has its event loop."""
-    ends: list[tuple[asyncio.AbstractEventLoop, asyncio.Event, threading.Thread]] = []
-
-    def start(bank: AdapterBank) -> BankLoop:
-        begun, found = threading.Event(), []
-
-        async def run() -> None:
-            end = asyncio.Event()
-            async with BankLoop(bank) as loop:
-                found.append((loop, end))
-                begun.set()
-                await end.wait()
-
-        thread = threading.Thread(target=lambda: asyncio.run(run()))
-        thread.start()
-        assert begun.wait(30)
-        loop, end = found[0]
-        ends.append((loop.events, end, thread))
-        return loop
-
-    yield start
-    for events, end, thread in ends:
-        events.call_soon_threadsafe(end.set)
-        thread.join()
-
-
-@pytest.fixture
-def share(make_bank: MakeBank, serve: Callable[[AdapterBank], BankLoop], small: Path) -> Share:
+def share(make_bank: MakeBank, serve: Serve, small: Path) -> Share:
     """Return a function that makes learners on one bank."""
     loop = serve(make_bank(limits=LIMITS, slots=2))
 
@@ -113,12 +79,6 @@ def trained(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         learner.step(random_groups(90 + number), V0)
     learner.save(place)
     return place
-
-
-def tensors(learner: PolicyModel, place: Path) -> dict[str, Tensor]:
-    learner.save(place)
-    state: dict[str, Tensor] = load_file(place / OPTIMIZER) | load_file(place / ADAPTER)
-    return {name: tensor for name, tensor in state.items() if not name.startswith("rng/")}
 
 
 def gap(found: dict[str, Tensor], expected: dict[str, Tensor], begins: str) -> float:
@@ -151,7 +111,7 @@ def test_a_step_equals_that_of_a_trainer_of_its_own(
 
 
 def test_jobs_that_step_at_the_same_time_learn_what_each_would_alone(
-    share: Share, serve: Callable[[AdapterBank], BankLoop], make_bank: MakeBank, small: Path, tmp_path: Path
+    share: Share, serve: Serve, make_bank: MakeBank, small: Path, tmp_path: Path
 ) -> None:
     """Three on two slots; ranks, losses, temperatures and learning rates differ."""
     parts: list[dict[str, Any]] = [
@@ -243,9 +203,7 @@ def test_a_refused_step_changes_nothing_and_harms_no_other_job(share: Share, tmp
 
 
 @pytest.mark.parametrize("kind", ["sft", "dpo", "dpo from another job"])
-def test_rows_are_learned_as_by_a_trainer_of_its_own(
-    serve: Callable[[AdapterBank], BankLoop], kind: str, tmp_path: Path
-) -> None:
+def test_rows_are_learned_as_by_a_trainer_of_its_own(serve: Serve, kind: str, tmp_path: Path) -> None:
     """Losses, metrics, evaluation and weights. The reference is the base, or another job's adapter."""
     base = chat_model(tmp_path / "m")
     parts: dict[str, Any] = {"model": {"lora": LORA}, "train": {"lr": 1e-3, "tokens_per_micro_batch": 60}}
@@ -295,7 +253,7 @@ def test_a_trajectory_longer_than_a_pass_fails_the_job_before_its_step(share: Sh
 
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
 def test_rows_longer_than_a_pass_fail_the_job_before_its_first_step(
-    make_bank: MakeBank, serve: Callable[[AdapterBank], BankLoop], small: Path, tmp_path: Path, kind: str
+    make_bank: MakeBank, serve: Serve, small: Path, tmp_path: Path, kind: str
 ) -> None:
     """The completions of a pair count together."""
     one, two = (Tokens(np.full(n, 5, np.int32), np.arange(n) > 5) for n in (70, 140))
@@ -317,7 +275,7 @@ def test_a_checkpoint_of_another_rank_is_refused_by_name(share: Share, trained: 
 
 def test_an_interrupt_reaches_the_reference_of_a_job_that_started_from_another(
     make_bank: MakeBank,
-    serve: Callable[[AdapterBank], BankLoop],
+    serve: Serve,
     small: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
