@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from opentinker.shared.spec.base import SpecPart
+from opentinker.shared.types.mistakes import mistake
 
 MAX_NOTIFY = 5
 Occasion = Literal["succeeded", "failed", "cancelled", "alarm", "target"]
@@ -63,3 +64,16 @@ class NotifySpec(SpecPart):
 
     def wants(self, occasion: str) -> bool:
         return occasion in self.on or (occasion == "target" and self.target is not None)
+
+
+def silent_entries(entries: Any) -> list[dict[str, Any]]:
+    """Return mistakes for entries that never send anything about a sweep: it has ends, but no alarms and targets."""
+    found = []
+    for place, entry in enumerate(entries if isinstance(entries, list) else []):
+        on = entry.get("on") if isinstance(entry, dict) else None
+        if isinstance(on, list) and on and not {"succeeded", "failed", "cancelled"} & {*map(str, on)}:
+            problem = (
+                "a sweep tells of its end alone; sweep.notify_jobs = true tells of its jobs' alarms and targets too"
+            )
+            found.append(mistake(f"notify.{place}.on", on, problem))
+    return found

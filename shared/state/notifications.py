@@ -33,9 +33,10 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     """JOB/EVENT/ENTRY: the same for every try."""
     job: str
+    """Id of the job, or of the sweep."""
     tenant: str
     entry: int
-    """Place in the job's `notify`."""
+    """Place in its `notify`."""
     occasion: str
     body: dict[str, Any]
     tries: int = 0

@@ -87,6 +87,8 @@ async def _post(message: Message, to: NotifySpec, secret: str, egress: Egress) -
 
 def text_of(message: Message) -> str:
     """Return the message as a line and what explains it."""
+    if "sweep" in message.body:
+        return _text_of_sweep(message.body)
     job = message.body["job"]
     first = f"{job['name']} ({job['id']}) {WORDS.get(message.occasion, message.occasion)}"
     if job["steps"]:
@@ -94,6 +96,18 @@ def text_of(message: Message) -> str:
     details = [f"{name}: {value}" for name, value in message.body["detail"].items()]
     lines = [first, *([job["reason"]] if job["reason"] else []), *details, *filter(None, [message.body["page"]])]
     return "\n".join(lines)
+
+
+def _text_of_sweep(body: dict[str, Any]) -> str:
+    sweep = body["sweep"]
+    done = sum(sweep["trials"].values())
+    lines = [f"{sweep['name']} ({sweep['id']}) {body['occasion']}, {done} of {sweep['planned']} trials"]
+    if sweep["reason"]:
+        lines.append(sweep["reason"])
+    if best := sweep["best"]:
+        settings = ", ".join(f"{path} {value}" for path, value in best["settings"].items())
+        lines.append(f"best {sweep['metric']}: {best['value']:.4g} ({settings})")
+    return "\n".join([*lines, *filter(None, [body["page"]])])
 
 
 def _mail(message: Message, address: str, settings: Settings) -> None:

@@ -1,4 +1,5 @@
-"""Tells people what becomes of their jobs, by the jobs' [[notify]].
+"""Tells people what becomes of their jobs and sweeps, by their [[notify]]. Messages about sweeps come from
+`sweeps/end_message.py`.
 
     look   consumes events and metrics of jobs that notify; produces messages in Redis; waits LOOK_S
     send   consumes messages that are due; produces webhooks and e-mails, AT_ONCE of each tenant at the same time, so
@@ -27,6 +28,7 @@ from opentinker.shared.messaging.bus import NoReply
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec.notify import ALARMS, NotifySpec, TargetSpec
 from opentinker.shared.state.notifications import Message, Notifications
+from opentinker.shared.state.sweeps import SweepStore
 from opentinker.shared.types.core import JobRecord
 from opentinker.shared.types.errors import Conflict, NotFound, OpenTinkerError
 
@@ -42,6 +44,8 @@ FIRST_RETRY_S, MAX_RETRY_S = 10.0, 1200.0
 AT_ONCE = 5
 UNKNOWN_S = 300.0
 """Time after its announcement from which on a missing job counts as never stored."""
+SWEEP = "s-"
+"""Beginning of a sweep's id."""
 STATES = ("succeeded", "failed", "cancelled")
 HIDDEN = ("id", "event", "time", "state")
 """Fields of an event that a message leaves out, or has elsewhere."""
@@ -54,6 +58,7 @@ class Notifier:
         self._metrics_s, self._points = metrics_s, points
         self._ctx, self._store = ctx, ctx.store
         self._kept = Notifications(ctx.store.redis)
+        self._sweeps = SweepStore(ctx.store.redis)
         self._history = MetricHistory(ctx.bus, ArtifactCatalog(ctx))
         self._looked: dict[str, tuple[float, float]] = {}
         """By job: its `updated` when all of it had been read, and when that was (monotonic seconds)."""
@@ -177,11 +182,11 @@ class Notifier:
 
     async def _deliver(self, message: Message) -> None:
         try:
-            job = await self._store.job(message.job)
+            entries = await self._entries(message.job)
         except NotFound:
             return await self._kept.done(message)  # it was deleted
         try:
-            to = NotifySpec.model_validate(job.spec["notify"][message.entry])
+            to = NotifySpec.model_validate(entries[message.entry])
             if to.email is not None and (sent := await self._kept.count_mail(message.tenant)) > MAILS:
                 raise NotDelivered(f"{sent} e-mails within an hour, {MAILS} allowed")
             await deliver(message, to, await self._kept.secret(message.tenant), self._ctx.settings)
@@ -192,6 +197,12 @@ class Notifier:
         else:
             await self._kept.done(message)
             log.info("notified", job=message.job, occasion=message.occasion, message=message.id)
+
+    async def _entries(self, id: str) -> list[dict[str, Any]]:
+        """Return the [[notify]] of a job or sweep. Raises NotFound."""
+        if id.startswith(SWEEP):
+            return list((await self._sweeps.sweep(id)).base["notify"])
+        return list((await self._store.job(id)).spec["notify"])
 
     async def _failed(self, message: Message, why: str) -> None:
         log.warning("notification_failed", job=message.job, message=message.id, tries=message.tries + 1, error=why)

@@ -16,6 +16,7 @@ from opentinker.services.scheduler.jobs.metric_history import MetricHistory
 from opentinker.services.scheduler.jobs.submit import submit
 from opentinker.services.scheduler.sweeps.curves import LARGEST, History, best_of, mean_value
 from opentinker.services.scheduler.sweeps.early_stopping import judge
+from opentinker.services.scheduler.sweeps.end_message import tell_end
 from opentinker.services.scheduler.sweeps.metric_names import absent_metric
 from opentinker.services.scheduler.sweeps.trial_jobs import cancel_job, job_key, submitted_job
 from opentinker.shared.runtime.service import Context
@@ -99,6 +100,7 @@ class RunningSweep:
             del self._histories[id]
         if self.sweep.state is SweepState.RUNNING or any(trial.open_jobs for trial in trials):
             return False
+        await tell_end(self.ctx, self.sweep)
         await self._store.ended(self.id, leader=self.leader)
         return True
 
@@ -280,6 +282,8 @@ class RunningSweep:
         spec = child_of(self.table, self.sweep.base, trial.settings, job.seed)
         spec = named(spec, self.id, trial.number, trial.settings, job.seed)
         parse_spec(spec)
+        if not self.table.notify_jobs:
+            spec.pop("notify", None)
         return spec
 
     def _refuse(self, trial: Trial, job: TrialJob, error: Exception) -> None:

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import contextlib
 
+import msgspec
+import structlog
+from pydantic import ValidationError
+
+from opentinker.services.scheduler.sweeps.end_message import tell_end
 from opentinker.shared.messaging.subjects import WAKE
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.sweeps import SweepStore
 from opentinker.shared.types.core import JobState
 from opentinker.shared.types.errors import Conflict, NotFound
 from opentinker.shared.types.sweeps import SweepState
+
+log = structlog.get_logger()
 
 
 def job_key(sweep: str, trial: int, job: int) -> str:
@@ -38,4 +45,8 @@ async def abandon(ctx: Context, store: SweepStore, sweep: str, reason: str, lead
         for place, known in enumerate(jobs):
             if id := known or await submitted_job(ctx, sweep, tenant, trial, place):
                 await cancel_job(ctx, id, f"sweep {sweep} failed: {reason}", leader)
+    try:
+        await tell_end(ctx, await store.sweep(sweep))
+    except (msgspec.MsgspecError, ValidationError) as error:  # its record is what is wrong
+        log.warning("end_not_told", error=str(error))
     await store.ended(sweep, leader=leader)

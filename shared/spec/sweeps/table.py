@@ -188,6 +188,9 @@ class SweepTable(SpecPart):
     """Budget: seconds of workers, of all its jobs together, after which the same happens."""
     early_stopping: EarlyStoppingSpec | None = None
     """Stop trials that do worse than the others; every trial runs to its end without this table."""
+    notify_jobs: bool = False
+    """Send the messages of [[notify]] about every job as well: alarms, targets, and each end. Otherwise each recipient
+    gets one message, at the end of the sweep."""
 
     STAND_INS: ClassVar[dict[str, Any]] = {"parameters": {"x": [0]}}
 
