@@ -34,4 +34,5 @@ async def test_the_first_job_of_the_notebook_learns(tmp_path: Path, monkeypatch:
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     drawn = [output.data.get("text/html", "") for output in outputs if "data" in output]
     assert any("succeeded" in html and "<svg" in html for html in drawn), drawn
+    assert any("first sweep" in html and "2 of 2 trials" in html for html in drawn), drawn
     assert "at last" in str(outputs) and "model.safetensors" in str(outputs), outputs

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,6 +28,7 @@ from opentinker.cli.common import (
 from opentinker.cli.shell import complete
 from opentinker.cli.views.refresh import refresh
 from opentinker.sdk.job_text import on_one_line
+from opentinker.sdk.sweeps import best_job
 from opentinker.shared.types.errors import plural
 
 if TYPE_CHECKING:
@@ -163,14 +163,6 @@ def _show(found: Sweep, limit: int, url: str | None) -> None:
         say(f"\n  {as_typed('sweep', found['id'], '--watch', *same_server(url))}")
     elif found["best"] is not None:
         say(f"\n  {as_typed('job', best_job(found), *same_server(url))}")
-
-
-def best_job(found: Sweep) -> str:
-    """Return the best job of the best trial."""
-    assert found["best"] is not None
-    sign = 1 if found["goal"] == "minimize" else -1
-    jobs = found["all_trials"][found["best"]["number"]]["jobs"]
-    return min(jobs, key=lambda job: math.inf if job["value"] is None else sign * job["value"])["id"]
 
 
 def _tie(found: Sweep) -> str:

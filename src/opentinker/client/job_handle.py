@@ -14,14 +14,12 @@ from __future__ import annotations
 
 import contextlib
 import html
-import importlib
-import importlib.util
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
+from opentinker.client.displays import Frame, Progress, Silent, display_of, framed
 from opentinker.sdk.http import ApiError
 from opentinker.sdk.job_text import reason_of, state_of
 from opentinker.shared.api_types import Event, Job, MetricPoint, Rollout
@@ -29,7 +27,6 @@ from opentinker.shared.api_types import Event, Job, MetricPoint, Rollout
 if TYPE_CHECKING:
     from opentinker.client.sync import Client
 
-Frame = Literal["auto", "pandas", "polars", "rows"]
 FINAL = ("succeeded", "failed", "cancelled")
 WIDTH, HEIGHT = 240, 48
 
@@ -55,6 +52,7 @@ class JobHandle:
 
     @property
     def name(self) -> str:
+        """The display name."""
         return self.info["name"]
 
     @property
@@ -64,6 +62,7 @@ class JobHandle:
 
     @property
     def is_over(self) -> bool:
+        """Whether it has succeeded, failed or been cancelled; asked for now."""
         return self.state in FINAL
 
     def wait(
@@ -76,12 +75,12 @@ class JobHandle:
     ) -> JobHandle:
         """Wait until the job has ended. `progress`: show how far it is, as a card in a notebook and as a bar on a
         terminal. Raises TimeoutError; the job continues then, as after Ctrl-C unless `cancel_on_interrupt`."""
-        shown = _display_of(self) if progress else _Silent()
+        shown = display_of(self) if progress else Silent()
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
             with shown:
                 while True:
-                    shown.update(self.refresh())
+                    shown.update(progress_of(self.refresh()))
                     if self.info["state"] in FINAL:
                         return self
                     if deadline is not None and time.monotonic() >= deadline:
@@ -93,6 +92,7 @@ class JobHandle:
             raise
 
     def cancel(self) -> JobHandle:
+        """Cancel it; its checkpoints stay."""
         self.client.cancel(self.id)
         self.refresh()
         return self
@@ -106,14 +106,7 @@ class JobHandle:
         the first of these that is installed."""
         points = self.client.metrics(self.id, names=None if names is None else list(names))
         rows = [row_of(point) for point in points]
-        kind = frame
-        if kind == "auto":
-            kind = next((one for one in ("pandas", "polars") if importlib.util.find_spec(one)), "rows")
-        if kind == "pandas":
-            return importlib.import_module("pandas").DataFrame(rows)
-        if kind == "polars":
-            return importlib.import_module("polars").DataFrame(rows, infer_schema_length=None)
-        return rows
+        return framed(rows, frame)
 
     def events(self) -> list[Event]:
         """Return what has happened so far, oldest first."""
@@ -181,71 +174,8 @@ def _sparkline(values: Sequence[float]) -> str:
     return f'<svg width="{WIDTH}" height="{HEIGHT}" role="img">{line}</svg>'
 
 
-# --- progress ---------------------------------------------------------------------------------------------------------
-
-
-class _Silent:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def update(self, job: Job) -> None: ...
-
-
-class _Lines(_Silent):
-    """A line on stderr whenever the state changes."""
-
-    def __init__(self) -> None:
-        self._said = ""
-
-    def update(self, job: Job) -> None:
-        if (line := f"job {job['id']} is {state_of(job)}") != self._said:
-            self._said = line
-            print(line, file=sys.stderr, flush=True)
-
-
-class _Card(_Silent):
-    """The job's card, redrawn in its place in a notebook."""
-
-    def __init__(self, job: JobHandle) -> None:
-        display = importlib.import_module("IPython.display").display
-        self._job, self._shown = job, display(job, display_id=True)
-        self._drawn: object = None
-
-    def update(self, job: Job) -> None:
-        drawn = (job["state"], job["step"], job["waiting_for"])
-        if drawn != self._drawn:
-            self._drawn = drawn
-            self._shown.update(self._job)
-
-
-class _Bar(_Silent):
-    def __init__(self) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-        self._bar = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), transient=False
-        )
-        self._task = self._bar.add_task("", total=None)
-
-    def __enter__(self) -> None:
-        self._bar.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def update(self, job: Job) -> None:
-        from rich.markup import escape
-
-        text = escape(f"{job['name']} {state_of(job)}")
-        self._bar.update(self._task, description=text, completed=job["step"], total=job["steps"] or None)
-
-
-def _display_of(job: JobHandle) -> _Silent:
-    ipython = sys.modules.get("IPython")
-    shell = None if ipython is None else ipython.get_ipython()
-    if shell is not None and hasattr(shell, "kernel"):
-        return _Card(job)
-    if sys.stderr.isatty() and importlib.util.find_spec("rich"):
-        return _Bar()
-    return _Lines()
+def progress_of(job: Job) -> Progress:
+    """Return how far a job is."""
+    state = state_of(job)
+    text, line = f"{job['name']} {state}", f"job {job['id']} is {state}"
+    return Progress(job["id"], text, line, job["step"], job["steps"] or 0, job["waiting_for"])

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import functools
 import weakref
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from opentinker.client.job_handle import JobHandle
+from opentinker.client.sweep_handle import SweepHandle
 from opentinker.sdk.client import AsyncClient, OnChange, print_change
 from opentinker.sdk.http import ApiError, ExitExecutor
 from opentinker.sdk.inputs import Spec, plain
@@ -79,11 +81,45 @@ class Client:
         """Close the connections and end the thread; calls after it raise."""
         self._finish()
 
-    def start(self, spec: Spec, **options: Any) -> JobHandle:
-        """Submit a job, as `submit` does, and return it as an object. Raises ApiError if the spec is a sweep."""
+    def start(
+        self,
+        spec: Spec,
+        *,
+        beside: str | Path | None = None,
+        from_checkpoint: str | None = None,
+        with_optimizer: bool = False,
+        idempotency_key: str | None = None,
+    ) -> JobHandle:
+        """Submit a job, with the parameters of `submit`, and return it as an object. Raises ApiError if the spec is a
+        sweep."""
         if is_sweep(plain(spec)):
-            raise ApiError("this spec is a sweep, which has no job handle: client.sweep(spec) submits it")
-        return JobHandle(self, self.submit(spec, **options)["id"])
+            raise ApiError("this spec is a sweep: client.start_sweep(spec) submits it")
+        made = self.submit(
+            spec,
+            beside=beside,
+            from_checkpoint=from_checkpoint,
+            with_optimizer=with_optimizer,
+            idempotency_key=idempotency_key,
+        )
+        return JobHandle(self, made["id"])
+
+    def start_sweep(
+        self,
+        spec: Spec,
+        table: Mapping[str, Any] | None = None,
+        *,
+        beside: str | Path | None = None,
+        idempotency_key: str | None = None,
+    ) -> SweepHandle:
+        """Submit a sweep, with the parameters of `sweep`, and return it as an object."""
+        made = self.sweep(spec, table, beside=beside, idempotency_key=idempotency_key)
+        return SweepHandle(self, made["id"])
+
+    def sweep_handle(self, id: str) -> SweepHandle:
+        """Return a sweep as an object. Raises ApiNotFound."""
+        found = SweepHandle(self, id)
+        found.refresh()
+        return found
 
     def handle(self, id: str) -> JobHandle:
         """Return a job as an object. Raises ApiNotFound."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 import uuid
 from collections.abc import Mapping
@@ -71,3 +72,11 @@ class SweepCalls:
                 raise TimeoutError(f"sweep {id} is still running after {timeout_s} s")
             await asyncio.sleep(POLL_S)
         return found
+
+
+def best_job(found: Sweep) -> str:
+    """Return the best job of the best trial."""
+    assert found["best"] is not None
+    sign = 1 if found["goal"] == "minimize" else -1
+    jobs = found["all_trials"][found["best"]["number"]]["jobs"]
+    return min(jobs, key=lambda job: math.inf if job["value"] is None else sign * job["value"])["id"]

@@ -353,7 +353,7 @@ async def test_the_client_submits_a_sweep_as_it_does_a_job(client: AsyncClient, 
         with Client(url) as blocking:
             blocking.start(sweep)
 
-    with pytest.raises(ApiError, match=r"client\.sweep\(spec\) submits it"):
+    with pytest.raises(ApiError, match=r"client\.start_sweep\(spec\) submits it"):
         await asyncio.to_thread(start)
     assert len(await client.sweeps()) == 1, "a refused start submits nothing"
 

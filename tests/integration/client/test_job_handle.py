@@ -6,19 +6,23 @@ import asyncio
 import io
 import sys
 import threading
+from types import SimpleNamespace
 from typing import Any
 
+import orjson
 import pytest
 from rich.console import Console
 from rich.pretty import pretty_repr
 
 from opentinker import AsyncClient, Client
-from opentinker.client import ApiNotFound
-from opentinker.client.job_handle import JobHandle, card
+from opentinker.client import ApiNotFound, displays
+from opentinker.client.job_handle import JobHandle, card, progress_of
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.subjects import METRIC
+from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobState
+from opentinker.shared.types.manifest import name_of
 from tests.support.api import OPERATOR, SPEC
 from tests.support.factories import make_point
 
@@ -48,7 +52,7 @@ async def test_a_job_is_started_waited_for_and_read(
             ]
             frame = job.metrics()
             assert list(frame["reward/mean"]) == [0.25, 0.75] and list(frame["train/loss"]) == [1.0, 1.0]
-            assert job.events()[0]["event"] == "queued" and list(job.rollouts()) == []
+            assert job.events()[0]["event"] == "queued"
             shown = job._repr_html_()
             assert "&lt;b&gt;mine" in shown and "<b>mine" not in shown and "<svg" in shown and "0.75" in shown
             assert "state='cancelled'" in pretty_repr(job)
@@ -67,6 +71,55 @@ async def test_a_job_is_started_waited_for_and_read(
     await working
     said = capsys.readouterr().err
     assert f"job {ids[0]} is queued" in said and f"job {ids[0]} is cancelled" in said
+
+
+def keep_rollouts(ctx: Context, job: str, step: int, rewards: list[float]) -> None:
+    """Write kept episodes as the trainer does."""
+    folder = ctx.settings.data_dir / "jobs" / job / "rollouts"
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [orjson.dumps({"step": step, "sample": place, "reward": one}) for place, one in enumerate(rewards)]
+    (folder / f"{name_of(step)}.jsonl").write_bytes(b"\n".join(lines))
+
+
+async def test_training_episodes_are_yielded_step_by_step(client: AsyncClient, ctx: Context) -> None:
+    id = (await client.submit(SPEC))["id"]
+    for step in (10, 2):
+        keep_rollouts(ctx, id, step, [step / 10, 0.0])
+
+    def work() -> list[list[tuple[int, float]]]:
+        with Client(client.url, api_key=OPERATOR) as own:
+            job = own.handle(id)
+            with pytest.raises(ApiNotFound, match="no rollouts of step 3; there are: 2, 10"):
+                next(job.rollouts(3))
+            return [[(one["step"], one["reward"]) for one in found] for found in (job.rollouts(), job.rollouts(2))]
+
+    every, one = await asyncio.to_thread(work)
+    assert every == [(2, 0.2), (2, 0.0), (10, 1.0), (10, 0.0)], "oldest first, whole"
+    assert one == [(2, 0.2), (2, 0.0)]
+
+
+def test_rows_become_the_frame_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"step": 1, "reward/mean": 0.5}, {"step": 2, "reward/mean": 0.75, "val/exact": 1.0}]
+    made: list[Any] = []
+
+    def frame(kind: str) -> Any:
+        def build(given: Any, **options: Any) -> str:
+            made.append((given, options))
+            return kind
+
+        return SimpleNamespace(DataFrame=build, __spec__=None)
+
+    there = {"pandas", "polars"}
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name in there or None)
+    for name in ("pandas", "polars"):
+        monkeypatch.setitem(sys.modules, name, frame(name))
+    assert displays.framed(rows, "polars") == "polars"
+    assert made == [(rows, {"infer_schema_length": None})], "a column may begin with steps that do not have it"
+    assert displays.framed(rows, "auto") == displays.framed(rows, "pandas") == "pandas"
+    there.remove("pandas")
+    assert displays.framed(rows, "auto") == "polars"
+    there.clear()
+    assert displays.framed(rows, "auto") is rows is displays.framed(rows, "rows")
 
 
 def test_a_card_escapes_what_others_wrote_and_needs_no_server() -> None:
@@ -90,8 +143,6 @@ def test_a_card_escapes_what_others_wrote_and_needs_no_server() -> None:
 
 
 def test_a_notebook_and_a_terminal_show_progress_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    from opentinker.client import job_handle
-
     shown: list[Any] = []
 
     class Display:
@@ -110,11 +161,11 @@ def test_a_notebook_and_a_terminal_show_progress_in_place(monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "IPython.display", IPython)
     job: Any = {"id": "j", "name": "x [y]", "state": "running", "reason": "", "waiting_for": "", "step": 3, "steps": 5}
     handle: Any = object()
-    with (drawn := job_handle._display_of(handle)):
+    with (drawn := displays.display_of(handle)):
         for step in (3, 3, 4):
-            drawn.update(job | {"step": step})
-    assert shown == [handle, handle], "drawn anew only when something changed"
-    bar = job_handle._Bar()
+            drawn.update(progress_of(job | {"step": step}))
+    assert shown == [handle, handle], "drawn again only when something changed"
+    bar = displays.Bar()
     with bar:
-        bar.update(job)
+        bar.update(progress_of(job))
     assert bar._bar.tasks[0].completed == 3 and bar._bar.tasks[0].total == 5

@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 
 from opentinker.cli import app
 from opentinker.cli.specs import read_spec
-from opentinker.cli.sweeps import _show, best_job
+from opentinker.cli.sweeps import _show
+from opentinker.sdk.sweeps import best_job
 from opentinker.shared.types.errors import OpenTinkerError
 
 LR = "train.lr"
