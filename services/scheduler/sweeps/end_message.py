@@ -36,7 +36,17 @@ def _about(sweep: SweepRecord) -> dict[str, Any]:
     done = sweep.progress
     best = None if done.best is None else {"number": done.best, "value": done.value, "settings": done.settings}
     return {
-        "id": sweep.id, "name": sweep.name,
-        "project": sweep.base.get("project", ""), "tags": sweep.base.get("tags", []), "kind": sweep.kind, "state": sweep.state.value, "reason": sweep.reason, "metric": sweep.metric,
-        "goal": sweep.goal, "planned": sweep.planned, "trials": done.states, "jobs": done.jobs, "best": best,
-    }  # fmt: skip
+        "id": sweep.id,
+        "name": sweep.name,
+        "project": sweep.base.get("project", ""),
+        "tags": sweep.base.get("tags", []),
+        "kind": sweep.kind,
+        "state": sweep.state.value,
+        "reason": sweep.reason,
+        "metric": sweep.metric,
+        "goal": sweep.goal,
+        "planned": sweep.planned,
+        "trials": done.states,
+        "jobs": done.jobs,
+        "best": best,
+    }
