@@ -132,7 +132,7 @@ class SweepHandle:
         yield "id", self.id
         if self._last is not None:
             for field in ("name", "state", "trials", "planned", "best"):
-                yield field, self._last[field]  # type: ignore[literal-required]
+                yield field, self._last[field]
 
     def _repr_html_(self) -> str:
         """Return the sweep as HTML for a notebook."""
