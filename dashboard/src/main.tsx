@@ -59,7 +59,7 @@ function App(): JSX.Element {
         </p>
       )}
       <main>
-        {gate.at === "asking" && <p class="empty">…</p>}
+        {gate.at === "asking" && <p class="empty">Loading…</p>}
         {gate.at === "away" && <p class="empty">{gate.said}; asking again.</p>}
         {gate.at === "out" && <SignIn said={gate.said} provider={gate.provider} use={use} />}
         {gate.at === "in" && (

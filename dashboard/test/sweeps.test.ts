@@ -1,6 +1,6 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { lastName, ranked, seedText, settingText, trialValue } from "../src/lib/sweeps.ts";
+import { bestText, lastName, progress, ranked, seedText, settingText, trialValue } from "../src/lib/sweeps.ts";
 import type { SweepTrial } from "../src/lib/types.ts";
 
 function trial(number: number, state: string, value: number | null, jobs: (number | null)[] = []): SweepTrial {
@@ -32,4 +32,16 @@ test("a job's seed and value are shown where there are seeds", () => {
   assert.equal(seedText(job), " (seed 2: 0.5)");
   assert.equal(seedText({ ...job, value: null }), " (seed 2)");
   assert.equal(seedText({ ...job, seed: null }), "");
+});
+
+test("the best value so far never gets worse, in the order in which trials ended", () => {
+  const ended = (number: number, value: number | null, finished: number | null): SweepTrial => ({ ...trial(number, "finished", value), finished });
+  const all = [ended(0, 0.5, 30), ended(1, 0.2, 10), ended(2, 0.4, 40), ended(3, null, 5), ended(4, 0.9, null)];
+  assert.deepEqual(progress({ goal: "maximize", all_trials: all }), { values: [0.2, 0.5, 0.4], best: [0.2, 0.5, 0.5] });
+  assert.deepEqual(progress({ goal: "minimize", all_trials: all }).best, [0.2, 0.2, 0.2]);
+});
+
+test("the best trial is said with its value and its settings", () => {
+  assert.equal(bestText({ best: { number: 3, value: 0.91, settings: { "train.lr": 1e-4, "algorithm.group_size": 8 } } }), "0.91 of trial 3: lr 1.0e-4, group_size 8");
+  assert.equal(bestText({ best: null }), "");
 });

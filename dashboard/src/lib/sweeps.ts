@@ -21,6 +21,24 @@ export function ranked(sweep: Pick<Sweep, "goal" | "all_trials">): SweepTrial[] 
   );
 }
 
+/** The values of the finished trials in the order in which they ended, and the best one so far after each. */
+export function progress(sweep: Pick<Sweep, "goal" | "all_trials">): { values: number[]; best: number[] } {
+  const better = sweep.goal === "minimize" ? Math.min : Math.max;
+  const ended = sweep.all_trials.filter((trial) => trial.value !== null && trial.finished !== null).sort((a, b) => a.finished! - b.finished! || a.number - b.number);
+  const values = ended.map((trial) => trial.value!);
+  const best: number[] = [];
+  for (const value of values) best.push(best.length ? better(best[best.length - 1]!, value) : value);
+  return { values, best };
+}
+
+/** "0.91 of trial 3: lr 1e-4, group_size 8"; empty: there is none yet. */
+export function bestText(sweep: Pick<Sweep, "best">): string {
+  if (!sweep.best) return "";
+  const { number, value, settings } = sweep.best;
+  const paths = Object.keys(settings);
+  return `${short(value)} of trial ${number}: ${paths.map((path) => `${lastName(path, paths)} ${settingText(settings[path])}`).join(", ")}`;
+}
+
 /** The last part of a setting's path, or all of it where two share that. */
 export function lastName(path: string, paths: string[]): string {
   const last = (one: string): string => one.slice(one.lastIndexOf(".") + 1);

@@ -153,7 +153,7 @@ const QUEUE_COLUMNS: Column<Queue>[] = [
     "Stream",
     ({ stream }) => (
       <>
-        <code>{stream}</code> <small class="dim">{QUEUES[stream] ?? ""}</small>
+        {QUEUES[stream] ?? ""} <code class="dim">{stream}</code>
       </>
     ),
   ],

@@ -70,9 +70,11 @@ export function Models(): JSX.Element {
       {picked.length > 0 && (
         <Comparison of={picked.map((one) => listed.get(one.checkpoint) ?? one)} clear={() => setPicked([])} />
       )}
-      {!value && !problem && <Empty>…</Empty>}
+      {!value && !problem && <Empty>Loading…</Empty>}
       {value && !value.checkpoints.length && (
-        <Empty>{Object.keys(filter).length ? "No such checkpoint." : "No checkpoint yet (interval: train.checkpoint_every)."}</Empty>
+        <Empty>
+          {Object.keys(filter).length ? "No checkpoint matches: clear one of the fields above." : "No checkpoints yet: jobs save one after every train.checkpoint_every steps."}
+        </Empty>
       )}
       {value && value.checkpoints.length > 0 && (
         <Listed of={value.checkpoints} isPicked={(one) => picked.some((other) => other.checkpoint === one.checkpoint)} pick={pick} again={again} />

@@ -1,20 +1,22 @@
 // Sweeps: how far each is and its best trial; of one, all trials and which settings matter.
 
 import type { JSX } from "preact";
+import { Chart, type Look } from "../chart.tsx";
 import { go, useAsked, useDoing, useMay, useNow } from "../hooks.ts";
 import { ask } from "../lib/api.ts";
-import { lastName, ranked, seedText, settingText, trialValue } from "../lib/sweeps.ts";
+import { bestText, lastName, progress, ranked, seedText, settingText, trialValue } from "../lib/sweeps.ts";
 import type { Sweep, SweepSummary, SweepTrial } from "../lib/types.ts";
 import { ago, duration, short } from "../lib/words.ts";
 import { Empty, Facts, Progress, Said, State, Table, type Column } from "../parts.tsx";
 import { MOST_RUNS } from "./compare/compare.tsx";
+import { Share } from "./share.tsx";
 
 const LOOK_S = 3;
 
 export function Sweeps(): JSX.Element {
   const { value, problem } = useAsked<{ sweeps: SweepSummary[] }>("/v1/sweeps", LOOK_S);
   const now = useNow(5);
-  if (!value) return problem ? <Said problem={problem} /> : <Empty>…</Empty>;
+  if (!value) return problem ? <Said problem={problem} /> : <Empty>Loading…</Empty>;
   const columns: Column<SweepSummary>[] = [
     [
       "Sweep",
@@ -55,7 +57,7 @@ export function SweepView({ id }: { id: string }): JSX.Element {
   const { problem: refused, act } = useDoing();
   const may = useMay("jobs:write");
   const now = useNow(5);
-  if (!sweep) return problem ? <Said problem={problem} /> : <Empty>…</Empty>;
+  if (!sweep) return problem ? <Said problem={problem} /> : <Empty>Loading…</Empty>;
   const cancel = (): void => {
     if (!confirm(`Cancel sweep ${sweep.name} and its jobs?`)) return;
     act(() => ask(`/v1/sweeps/${encodeURIComponent(id)}/cancel`, { method: "POST" }).then(again));
@@ -77,12 +79,14 @@ export function SweepView({ id }: { id: string }): JSX.Element {
           of={[
             ["method", sweep.method],
             [sweep.goal, sweep.metric],
+            ["best so far", bestText(sweep) || "none: no trial has finished"],
             ["time", duration((sweep.finished ?? now) - sweep.created)],
             ["jobs", sweep.jobs],
             ["worker-seconds", short(sweep.worker_s)],
           ]}
         />
       </section>
+      <Advance of={sweep} />
       <Importance of={sweep} />
       <section class="card">
         <h2>Trials, the best first</h2>
@@ -91,6 +95,20 @@ export function SweepView({ id }: { id: string }): JSX.Element {
       </section>
     </>
   );
+}
+
+const LOOK: Look = { axis: "step", smooth: 0, log: false };
+
+/** The best value so far, trial by trial. */
+function Advance({ of: sweep }: { of: Sweep }): JSX.Element | null {
+  const { values, best } = progress(sweep);
+  if (values.length < 2) return null;
+  const x = values.map((_, at) => at + 1);
+  const lines = [
+    { label: "best so far", x, y: best, exact: true },
+    { label: "each trial", x, y: values, dots: true, exact: true },
+  ];
+  return <Chart title={`${sweep.metric} by finished trials`} about="the best value so far after each finished trial" lines={lines} look={LOOK} unit="trial" />;
 }
 
 const SHARES: Column<[string, number]>[] = [
@@ -116,22 +134,23 @@ function Importance({ of: sweep }: { of: Sweep }): JSX.Element | null {
   );
 }
 
-/** A comparison of the jobs of the best trials, as many as it takes. */
+/** A comparison of the jobs of the best trials, as many as it takes, and a link to it for people without a key. */
 function Compared({ sweep }: { sweep: Sweep }): JSX.Element | null {
   const jobs = ranked(sweep).flatMap((trial) => trial.jobs.flatMap(({ id }) => id || []));
   if (jobs.length < 2) return null;
   const some = jobs.slice(0, MOST_RUNS);
   return (
-    <p>
+    <div class="bar">
       <a href={`#/compare/${some.join()}`}>{some.length < jobs.length ? `Compare the best ${MOST_RUNS} jobs` : "Compare its jobs"}</a>
-    </p>
+      <Share jobs={some} at={`/compare/${some.join()}`} />
+    </div>
   );
 }
 
 function TrialTable({ sweep }: { sweep: Sweep }): JSX.Element {
   const paths = Object.keys(sweep.spec.sweep.parameters);
   const names = paths.map((path) => lastName(path, paths));
-  if (!sweep.all_trials.length) return <Empty>No trials yet.</Empty>;
+  if (!sweep.all_trials.length) return <Empty>{sweep.finished === null ? "No trials yet: the first start within seconds." : "It ended before its first trial."}</Empty>;
   const columns: Column<SweepTrial>[] = [
     [
       "Trial",
@@ -144,9 +163,9 @@ function TrialTable({ sweep }: { sweep: Sweep }): JSX.Element {
     [
       "State",
       (trial) => (
-        <span title={trial.reason}>
-          <State state={trial.state} />
-        </span>
+        <>
+          <State state={trial.state} /> {trial.reason && <small class="dim">{trial.reason}</small>}
+        </>
       ),
     ],
     [

@@ -38,6 +38,9 @@ async def test_an_environment_is_read_and_played(opened: Open, http: Http, worke
     await tab.page.get_by_role("button", name="Answer").click()
     await tab.shows("The episode has ended. Reward 1.")
     await tab.page.get_by_role("button", name="Play again").click()
+    await expect(tab.page.get_by_role("status")).to_contain_text("Reward 0")
+    await expect(prompt).to_have_count(1)
+    await tab.page.get_by_role("button", name="End").click()
     await expect(tab.page.get_by_role("button", name="Begin")).to_be_visible()
     assert tab.complaints == []
 

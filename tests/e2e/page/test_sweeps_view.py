@@ -34,9 +34,18 @@ async def test_a_sweep_shows_its_trials_what_matters_and_its_jobs_compared(opene
     swept = {**SPEC, "name": "which skill", "sweep": {"metric": "exact", "parameters": {"rollout.toy.skill": SKILLS}}}
     id = (await http("POST", "/v1/sweeps", json=swept))[1]["id"]
     trials = [trial(number, job, value) for number, (job, value) in enumerate(zip(jobs, SKILLS, strict=True))]
+    stopped = {
+        **trial(0, "", 0.0),
+        "number": 2,
+        "state": "stopped",
+        "value": None,
+        "jobs": [],
+        "reason": "below the median",
+    }
     ended = {
         **(await http("GET", f"/v1/sweeps/{id}"))[1],
-        "state": "succeeded", "trials": {"finished": 2}, "all_trials": trials, "best": trials[1], "finished": 2.0,
+        "state": "succeeded", "trials": {"finished": 2, "stopped": 1}, "planned": 3,
+        "all_trials": [*trials, stopped], "best": trials[1], "finished": 2.0,
         "importance": {"rollout.toy.skill": 0.75},
     }  # fmt: skip
     tab = await opened(http.url, "sweeps")
@@ -45,13 +54,22 @@ async def test_a_sweep_shows_its_trials_what_matters_and_its_jobs_compared(opene
     await tab.page.route(f"**/v1/sweeps/{id}", lambda route: route.fulfill(json=ended))
     await row.get_by_role("link").click()
     await expect(tab.page.get_by_role("heading", level=1)).to_have_text("which skill")
-    await expect(tab.page.locator(".progress").first).to_contain_text("2 / 2")
+    await expect(tab.page.locator(".progress").first).to_contain_text("3 / 3")
     await expect(tab.page.locator("tr", has=tab.page.get_by_label("share of rollout.toy.skill"))).to_contain_text("75%")
+    await expect(tab.page.locator(".facts")).to_contain_text("best so far1 of trial 1: skill 1")
+    await expect(tab.page.locator('[data-chart="exact by finished trials"] .legend')).to_contain_text("best so far 1")
+    await expect(tab.page.locator("tr", has_text="stopped")).to_contain_text("below the median")
     best = tab.page.locator("tr", has_text="best")
     await expect(best).to_contain_text(f"{jobs[1]} (seed 2: 1)")
     await expect(
         tab.page.locator("section", has_text="Trials, the best first").locator("tbody tr").first
     ).to_contain_text("best")
+    await tab.page.locator("summary", has_text="Share").click()
+    await tab.page.get_by_role("button", name="Make a link").click()
+    guest = await opened(http.url, key="")
+    await guest.page.goto(await tab.page.get_by_label("Link").input_value())
+    await guest.page.reload()
+    await expect(guest.page.locator("table.compared tbody tr")).to_have_count(2)
     await tab.page.get_by_role("link", name="Compare its jobs").click()
     await tab.page.wait_for_url(f"**/#/compare/{jobs[1]},{jobs[0]}**")
     await expect(tab.page.locator("table.compared tbody tr").first).to_contain_text("better")

@@ -24,7 +24,7 @@ export function EnvironmentView({ name }: { name: string }): JSX.Element {
         {!about && !problem && <Empty>An env worker is reading it…</Empty>}
         {about && (
           <>
-            <p class="prose">{about.doc || "Its class has no docstring."}</p>
+            <p class="prose">{about.doc || "Its author has not described it: the docstring of its class appears here."}</p>
             <Facts
               of={[
                 ["scripted players", about.bots.join(", ") || "none"],
@@ -157,7 +157,7 @@ function Whole({ label, value, set }: { label: string; value: number; set: (valu
 /** A task of a job, played with the job's own environment. */
 export function JobPlay({ id, row }: { id: string; row: string }): JSX.Element {
   const { value: job, problem } = useAsked<JobDetail>(path(id));
-  if (!job) return problem ? <Said problem={problem} /> : <Empty>…</Empty>;
+  if (!job) return problem ? <Said problem={problem} /> : <Empty>Loading…</Empty>;
   const environment = (job.spec as Record<string, Json>)["environment"] as Record<string, Json>;
   const back = (): void => history.back();
   return (

@@ -22,7 +22,18 @@ interface Line {
   images: string[];
 }
 
-export function Play({ start, leave }: { start: Start; leave: () => void }): JSX.Element {
+interface PlayProps {
+  start: Start;
+  leave: () => void;
+}
+
+/** Episodes of one start state, one after the other. */
+export function Play({ start, leave }: PlayProps): JSX.Element {
+  const [turn, setTurn] = useState(0);
+  return <Episode key={turn} start={start} leave={leave} again={() => setTurn(turn + 1)} />;
+}
+
+function Episode({ start, leave, again }: PlayProps & { again: () => void }): JSX.Element {
   const [episode, setEpisode] = useState<PlayedEpisode | null>(null);
   const [talk, setTalk] = useState<Line[]>([]);
   const [total, setTotal] = useState<Record<string, number>>({});
@@ -68,7 +79,10 @@ export function Play({ start, leave }: { start: Start; leave: () => void }): JSX
         </p>
       )}
       {episode && !episode.done && <Answers key={episode.turn} prompts={episode.prompts} doing={doing} answer={answer} />}
-      <button onClick={leave}>{episode?.done ? "Play again" : "End"}</button>
+      <div class="bar">
+        {episode?.done && <button onClick={again}>Play again</button>}
+        <button onClick={leave}>{episode?.done ? "Close" : "End"}</button>
+      </div>
     </div>
   );
 }

@@ -35,12 +35,14 @@ function Saved({ job, policy }: { job: JobDetail; policy: string }): JSX.Element
   const downloads = useMay("checkpoints:read");
   const doing = useDoing();
   const once = useRef(new Map<number, string>()); // by step: an answer that was lost makes no second job
-  if (!value) return problem ? <Said problem={problem} /> : <Empty>…</Empty>;
+  if (!value) return problem ? <Said problem={problem} /> : <Empty>Loading…</Empty>;
   const bySteps = <Evaluations job={job} policy={policy} evaluations={evaluations} />;
   if (!value.checkpoints.length)
     return (
       <>
-        <Empty>No checkpoints yet (interval: train.checkpoint_every).</Empty>
+        <Empty>
+          No checkpoints yet. <code>train.checkpoint_every</code> says after how many steps one is saved.
+        </Empty>
         {bySteps}
       </>
     );

@@ -18,7 +18,7 @@ const USES: Record<string, string> = { weights: "training", sampler_weights: "sa
 export function ClientModels({ job }: { job: JobDetail }): JSX.Element {
   const over = FINAL.includes(job.state);
   const { value, problem } = useAsked<ServedModels>(path(job.id, `/models?limit=${LIMIT}`), over ? 0 : LOOK_S);
-  if (!value) return problem ? <Said problem={problem} /> : <Empty>…</Empty>;
+  if (!value) return problem ? <Said problem={problem} /> : <Empty>Loading…</Empty>;
   const saved = value.models.flatMap((one) => one.checkpoints);
   return (
     <>

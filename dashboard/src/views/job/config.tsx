@@ -49,7 +49,7 @@ export function Config({ job }: { job: JobDetail }): JSX.Element {
         <span class="spring" />
         <button onClick={() => save(`${job.name}.json`, new Blob([text], { type: "application/json" }))}>Save as JSON</button>
       </div>
-      {!value && !problem && <Empty>…</Empty>}
+      {!value && !problem && <Empty>Loading…</Empty>}
       <Table of={COLUMNS} rows={shown} by={(one) => one.path} look="card config" row={(one) => ({ class: one.differs ? "differs" : "" })} />
     </>
   );

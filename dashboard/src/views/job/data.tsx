@@ -66,8 +66,8 @@ export function Data({ job }: { job: JobDetail }): JSX.Element {
         )}
       </div>
       <Said problem={problem} />
-      {!value && !problem && <Empty>…</Empty>}
-      {value && !value.rows.length && <Empty>No row matches the filters.</Empty>}
+      {!value && !problem && <Empty>Loading…</Empty>}
+      {value && !value.rows.length && <Empty>No row matches the filters. Search for other words, or choose any share.</Empty>}
       {value && value.rows.length > 0 && <Table key={query} job={job} rows={value.rows} plays={plays} />}
     </>
   );

@@ -147,7 +147,7 @@ export function Episodes({ job, follow, at: first = "" }: { job: JobDetail; foll
         </div>
       )}
       <Said problem={problem} />
-      {!value && !problem && <Empty>…</Empty>}
+      {!value && !problem && <Empty>Loading…</Empty>}
       {value?.outcomes && value.step !== null && !value.transcripts?.length && <Empty>No kept episode of this step had this outcome.</Empty>}
       {value?.step === null && (
         <Empty>{kind === "rollouts" ? "No episodes yet (number per step: rollout.transcripts)." : "No evaluations yet ([validation] in the spec)."}</Empty>

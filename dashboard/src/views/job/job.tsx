@@ -43,7 +43,7 @@ export function JobView({ id, part, at }: { id: string; part: string; at: string
     document.title = job ? `${job.name} · OpenTinker` : "OpenTinker";
     return () => void (document.title = "OpenTinker");
   }, [job?.name]);
-  if (!job) return problem ? <Said problem={problem} /> : <Empty>…</Empty>;
+  if (!job) return problem ? <Said problem={problem} /> : <Empty>Loading…</Empty>;
   const shown = part || (job.kind === "tinker" ? "models" : "curves");
   const tabs: [string, string][] = [
     ...(job.kind === "tinker" ? ([["models", "Models"]] as [string, string][]) : []),
