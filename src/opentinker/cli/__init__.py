@@ -21,7 +21,6 @@ from opentinker.cli import (
     jobs,
     keys,
     logs,
-    metrics,
     models,
     observability,
     rows,
@@ -33,6 +32,7 @@ from opentinker.cli import (
 )
 from opentinker.cli.machine import commands, status
 from opentinker.cli.planning import plan, validate
+from opentinker.cli.results import comparison, metrics
 from opentinker.cli.shell import completion
 from opentinker.shared.types.errors import OpenTinkerError
 
@@ -50,7 +50,16 @@ for command in (
     *(job_list.jobs, job_list.label, job_list.cancel, job_record.job, sweeps.sweep, sweeps.sweeps),
     *(plan.plan, validate.validate, run.run),
     *(artifacts.checkpoints, artifacts.download, artifacts.artifacts, artifacts.delete, artifacts.publish),
-    *(artifacts.unpublish, artifacts.published, rows.rows, models.models, metrics.metrics, sink.sink, chat.chat),
+    *(
+        artifacts.unpublish,
+        artifacts.published,
+        rows.rows,
+        models.models,
+        metrics.metrics,
+        comparison.compare,
+        sink.sink,
+        chat.chat,
+    ),
     *(observability.rollouts, observability.distributions, observability.usage, observability.why),
     *(keys.whoami, keys.webhook_secret, keys.share, completion.completion),
 ):

@@ -21,6 +21,7 @@ from opentinker.cli.common import (
     print_json,
     say,
 )
+from opentinker.cli.results.values import MAIN, estimate_of
 from opentinker.cli.shell import complete
 from opentinker.cli.views.refresh import refresh
 from opentinker.shared.types.core import part_id
@@ -30,9 +31,6 @@ from opentinker.shared.types.metric_names import opponent_of
 if TYPE_CHECKING:
     from opentinker.client import Client
     from opentinker.shared.api_types import Artifact, Evaluation, RegisteredCheckpoint
-
-MAIN = ("val/exact", "val/pass/1", "val/reward/mean")
-"""Values of an evaluation of which the first one that it has stands for it in lists."""
 
 
 LISTED = 1000
@@ -147,9 +145,7 @@ def _evaluated(one: Evaluation, metric: str = "") -> str:
     name = next((name for name in (wanted, *MAIN) if name in values), None)
     if name is None:
         return f"{one['state']}, {by}"
-    low, high = (values.get(f"{name.removesuffix('/mean')}/{end}") for end in ("low", "high"))
-    interval = "" if low is None or high is None else f" ({low:.3g} to {high:.3g})"
-    return f"{name.removeprefix('val/')} {values[name]:.3g}{interval}{on}, {by}"
+    return f"{name.removeprefix('val/')} {estimate_of(values, name)}{on}, {by}"
 
 
 def download(

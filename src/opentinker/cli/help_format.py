@@ -36,7 +36,7 @@ HEADINGS = {
     "Sweeps": "sweep sweeps",
     "Job specs": "init spec validate plan algorithms",
     "Results": "checkpoints download artifacts delete publish unpublish published rollouts transcripts distributions "
-    "rows models metrics usage sink",
+    "rows models metrics compare usage sink",
     "Use": "chat env script",
     "Keys": "whoami keys share webhook-secret audit",
     "Help": "help completion",

@@ -19,6 +19,7 @@ from opentinker.cli.common import (
     say,
     when,
 )
+from opentinker.cli.results.values import result_rows
 from opentinker.shared.types.core import part_id
 from opentinker.shared.types.metric_names import opponent_of
 
@@ -55,9 +56,7 @@ def job(
     print_pools(record.get("pools") or {})
     if record.get("result"):
         say(f"\nresult of weights {record['result']['version']}")
-        print_categories(record["result"]["categories"])
-        values = record["result"]["values"]
-        print_table(["metric", "value"], [[name, f"{values[name]:.6g}"] for name in sorted(values)], empty="")
+        print_result(record["result"])
     for part in ("ledger", "workers", "artifacts", "spec") if full else ():
         if record.get(part):
             say(f"\n{part}")
@@ -101,6 +100,12 @@ def print_pools(pools: Mapping[str, OpponentPool]) -> None:
             for one in reversed(pool["members"])
         ]
         print_table(["version", "games", "won", "drawn", "lost", "win rate", "rating"], rows, empty="no member yet")
+
+
+def print_result(result: Mapping[str, Any]) -> None:
+    """Print what an evaluation has measured, with intervals: by category, and whole."""
+    print_categories(result["categories"])
+    print_table(["metric", "value"], result_rows(result["values"]), empty="")
 
 
 def print_categories(categories: Sequence[Category]) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import typer
@@ -14,6 +15,7 @@ from opentinker.cli.common import (
     JobId,
     Policy,
     Url,
+    UsageError,
     ago,
     as_typed,
     client,
@@ -24,8 +26,9 @@ from opentinker.cli.common import (
     same_server,
     say,
 )
-from opentinker.cli.job_record import print_categories
+from opentinker.cli.job_record import print_result
 from opentinker.cli.observability import line_of
+from opentinker.cli.shell import complete
 from opentinker.cli.specs import Changes, FromCheckpoint, SpecFile, Steps, WithOptimizer, changed, read_spec, read_sweep
 from opentinker.cli.sweeps import show_begun, submit_file
 from opentinker.sdk.job_text import on_one_line, state_of
@@ -37,6 +40,7 @@ EvaluationChanges = Annotated[
     typer.Option("--set", metavar="SETTING=VALUE", help="Change its spec: evaluation.episodes=200. Repeatable."),
 ]
 Outcome = Literal["solved", "unsolved", "won", "drawn", "lost"]
+JOB = re.compile(r"j-[a-z0-9]{10}")
 STATE_EXIT = {"succeeded": 0, "failed": 1, "cancelled": 4}
 """Exit status of `watch` and `run` by the state in which the job ended."""
 
@@ -77,29 +81,59 @@ def _begin(api: Any, record: Any, url: str | None, follow: bool, as_json: bool) 
 
 
 def evaluate(
-    job_id: JobId,
+    chosen: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="CHECKPOINT",
+            help="A job, JOB@STEP, or the name of a published checkpoint. Several make a sweep: all of them play the "
+            "environment of the first one's job.",
+            autocompletion=complete.jobs,
+        ),
+    ],
     swap: Annotated[
         bool, typer.Option("--swap", help="Exchange the policies: each plays the seats of the one before it.")
     ] = False,
     steps: Annotated[
         list[str] | None,
-        typer.Option("--at", metavar="STEP", help="The checkpoint to evaluate, or `latest`; several make a sweep."),
+        typer.Option("--at", metavar="STEP", help="Of a job: this checkpoint, or `latest`. Repeatable: makes a sweep."),
     ] = None,
     follow: Annotated[bool, typer.Option("--watch", "-w", help="Watch it after submitting.")] = False,
     changes: EvaluationChanges = None,
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Evaluate checkpoints of a job on its environment, those of several policies against each other."""
-    from opentinker.sdk.evaluation_spec import evaluation_of
+    """Evaluate checkpoints of jobs on an environment, those of several policies against each other."""
     from opentinker.shared.types.sweeps import is_sweep
 
     api = client(url, patience_s=PATIENCE_S if follow else 2.0)
-    spec = changed(evaluation_of(api.job(job_id), swap=swap, steps=steps or ()), changes or [])
+    spec = changed(_evaluation(api, chosen, swap, steps or []), changes or [])
     if is_sweep(spec):
         show_begun(api, api.sweep(spec), url, follow, as_json)
     else:
         _begin(api, api.submit(spec), url, follow, as_json)
+
+
+def _evaluation(api: Any, chosen: Sequence[str], swap: bool, steps: list[str]) -> dict[str, Any]:
+    """Return the spec of an eval job, or of a sweep of them."""
+    from opentinker.sdk.evaluation_spec import evaluation_of, evaluation_of_several
+
+    if len(chosen) == 1 and JOB.fullmatch(chosen[0]):
+        return evaluation_of(api.job(chosen[0]), swap=swap, steps=steps)
+    if swap:
+        raise UsageError("--swap exchanges the policies of one job: name that job alone")
+    checkpoints = [one for word in chosen for one in _checkpoints_of(api, word, steps)]
+    jobs = {id: api.job(id) for id in dict.fromkeys(re.split("[~@]", one)[0] for one in checkpoints)}
+    return evaluation_of_several(list(jobs.values()), checkpoints)
+
+
+def _checkpoints_of(api: Any, word: str, steps: list[str]) -> list[str]:
+    """Return the checkpoints, as JOB@STEP, that a word names. Raises NotFound."""
+    if "@" in word:
+        return [word]
+    published = {} if JOB.fullmatch(word) else {one["name"]: one["checkpoint"] for one in api.published()}
+    if word in published:
+        return [published[word]]
+    return [f"{api.job(word)['id']}@{step}" for step in steps or ["latest"]]
 
 
 def watch(
@@ -134,7 +168,7 @@ def show(api: Any, job_id: str, *, as_json: bool = False) -> int:
     if not as_json:
         say(state_of(last.job))
         if last.job["kind"] == "eval" and (result := api.job(job_id).get("result")):
-            print_categories(result["categories"])
+            print_result(result)
     return STATE_EXIT[last.job["state"]]
 
 

@@ -57,6 +57,28 @@ def evaluation_of(job: Mapping[str, Any], *, swap: bool = False, steps: Sequence
     }
 
 
+def evaluation_of_several(jobs: Sequence[Mapping[str, Any]], checkpoints: Sequence[str]) -> dict[str, Any]:
+    """Return the spec of a sweep in which checkpoints of several jobs of the API play the environment of the first one,
+    with the episodes of its [validation]; of a single checkpoint, the spec of an eval job.
+
+    `checkpoints`: JOB@STEP, of these jobs. Raises ApiError.
+    """
+    first, *others = jobs
+    for job in jobs:
+        if job["spec"].get("policies"):
+            raise ApiError(f"job {job['id']} has several policies: evaluate it alone, by its id")
+    bases = {str(job["id"]): job["spec"]["model"]["base"] for job in jobs}
+    for job in others:
+        if bases[job["id"]] != bases[first["id"]]:
+            raise ApiError(
+                f"job {job['id']} trains {bases[job['id']]} and job {first['id']} {bases[first['id']]}: checkpoints of "
+                "different models are evaluated one by one, and compared with `opentinker compare`"
+            )
+    evaluated = list(dict.fromkeys(checkpoints))
+    swept = {"sweep": {"parameters": {"start.from": evaluated}}} if len(evaluated) > 1 else {}
+    return {**evaluation_of(first), **swept, "start": {"from": evaluated[0]}}
+
+
 def trial_of(spec: Mapping[str, Any], groups: int) -> dict[str, Any]:
     """Return the spec of an eval job in which the base model of a spec of kind rl plays `groups` groups as in training,
     without its adapter and its policies. Raises ApiError."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from opentinker.sdk.evaluation_spec import evaluation_of
+from opentinker.sdk.evaluation_spec import evaluation_of, evaluation_of_several
 from opentinker.sdk.http import ApiError
 from opentinker.shared.spec import parse_spec
 from tests.support.factories import make_spec
@@ -77,3 +77,18 @@ def test_what_cannot_be_exchanged_is_said() -> None:
         evaluation_of(rotating, swap=True)
     with pytest.raises(ApiError, match="of kind sft"):
         evaluation_of({"id": ID, "kind": "sft", "spec": {}})
+
+
+def test_checkpoints_of_several_jobs_play_the_environment_of_the_first() -> None:
+    def single(id: str, **changes: Any) -> dict[str, Any]:
+        return {"id": id, "kind": "rl", "spec": make_spec(train={"steps": 3}, **changes).model_dump(mode="json")}
+
+    first, second = single("j-aaaaaaaaaa", name="one"), single("j-bbbbbbbbbb", environment={"name": "copy_digits"})
+    made = evaluation_of_several([first, second], ["j-aaaaaaaaaa@1", "j-bbbbbbbbbb@2", "j-aaaaaaaaaa@1"])
+    assert made["environment"]["name"] == first["spec"]["environment"]["name"]
+    assert made["sweep"] == {"parameters": {"start.from": ["j-aaaaaaaaaa@1", "j-bbbbbbbbbb@2"]}}
+    assert "sweep" not in evaluation_of_several([second], ["j-bbbbbbbbbb@2"])
+    with pytest.raises(ApiError, match="different models"):
+        evaluation_of_several([first, single("j-c", model={"base": "another"})], ["j-aaaaaaaaaa@1", "j-c@1"])
+    with pytest.raises(ApiError, match="several policies"):
+        evaluation_of_several([job({"x": "a", "y": "b"})], [f"{ID}@1"])

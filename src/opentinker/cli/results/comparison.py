@@ -1,0 +1,91 @@
+"""`opentinker compare`: checkpoints side by side, by what evaluations of them have measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from opentinker.cli.common import AsJson, Url, client, complain, print_json, print_table
+from opentinker.cli.results.values import estimate_of, names_of
+from opentinker.cli.shell import complete
+from opentinker.shared.types.errors import NotFound
+
+if TYPE_CHECKING:
+    from opentinker.client import Client
+    from opentinker.shared.api_types import Evaluation, RegisteredCheckpoint
+
+LISTED = 1000
+"""Checkpoints of a job among which one is looked for."""
+
+Chosen = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="CHECKPOINT",
+        help="JOB@STEP, the name of a published one, or JOB for the newest of a job that was evaluated.",
+        autocompletion=complete.jobs,
+    ),
+]
+
+
+def compare(
+    checkpoints: Chosen,
+    metric: Annotated[
+        list[str] | None, typer.Option("--metric", metavar="NAME", help="Only this one, as exact. Repeatable.")
+    ] = None,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare checkpoints by their evaluations: a row per metric, a column per checkpoint.
+
+    Of several evaluations on the same environment the newest counts.
+    """
+    api = client(url)
+    found = {one["checkpoint"]: one for one in (_found(api, word) for word in checkpoints)}
+    if as_json:
+        print_json(list(found.values()))
+        return
+    newest = {name: _newest(one) for name, one in found.items()}
+    rows = []
+    for environment in sorted({on for own in newest.values() for on in own}):
+        values = {name: own[environment]["values"] if environment in own else {} for name, own in newest.items()}
+        known = names_of({name: 0.0 for each in values.values() for name in each})
+        for one in known:
+            if metric and one not in metric and one.removeprefix("val/") not in metric:
+                continue
+            cells = [estimate_of(own, one) if one in own else "-" for own in values.values()]
+            rows.append([environment or "rows", one.removeprefix("val/"), *cells])
+    empty = "no evaluation of these checkpoints has such a metric" if metric else "none of them was evaluated"
+    print_table(["on", "metric", *found], rows, empty=f"{empty}: `opentinker eval CHECKPOINT ...` makes evaluations")
+    if without := [name for name, own in newest.items() if not own and rows]:
+        complain(f"not evaluated: {', '.join(without)}")
+
+
+def _found(api: Client, word: str) -> RegisteredCheckpoint:
+    """Return the checkpoint that a word names. Raises NotFound."""
+    if "@" not in word and not word.startswith("j-"):
+        named = {one["name"]: one["checkpoint"] for one in api.published()}
+        if word not in named:
+            raise NotFound(f"no published checkpoint {word!r}; `opentinker published` lists them")
+        word = named[word]
+    part, _, step = word.partition("@")
+    listed = api.all_checkpoints(LISTED, job=part.partition("~")[0])
+    own = [one for one in listed if one["checkpoint"].rpartition("@")[0] == part]
+    own.sort(key=lambda one: one["step"], reverse=True)
+    if not step:
+        own = [one for one in own if _newest(one)] or own
+    if step not in ("", "latest"):
+        own = [one for one in own if str(one["step"]) == step]
+    if not own:
+        raise NotFound(f"no checkpoint {word}; `opentinker checkpoints {part}` lists those of its job")
+    return own[0]
+
+
+def _newest(one: RegisteredCheckpoint) -> dict[str, Evaluation]:
+    """Return the newest evaluation with values by environment; one that was made for itself before one of training."""
+    evaluations: Sequence[Evaluation] = [each for each in one["evaluations"] if each["values"]]
+    found: dict[str, Evaluation] = {}
+    for each in sorted(evaluations, key=lambda each: each["during_training"]):  # the newest first within each
+        found.setdefault(each["environment"], each)
+    return found

@@ -1,0 +1,82 @@
+"""Checkpoints of several jobs on the command line: evaluated at once, and compared with their intervals."""
+
+from __future__ import annotations
+
+import orjson
+
+from opentinker import AsyncClient
+from opentinker.cli.results.values import estimate_of, names_of
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import JobState
+from tests.integration.client.test_job_commands import on, run
+from tests.support.api import write_checkpoint
+from tests.support.factories import make_spec
+from tests.support.registry import evaluated, kept, trained
+
+__all__ = ["on"]
+
+
+def test_bounds_are_part_of_their_value_and_main_values_come_first() -> None:
+    values = {
+        "val/reward/mean": 0.5, "val/reward/low": 0.25, "val/reward/high": 0.75, "val/exact": 1.0,
+        "val/tokens": 12345.0, "val/task/a/reward": 0.1, "val/low": 3.0,
+    }  # fmt: skip
+    assert names_of(values) == ["val/exact", "val/reward/mean", "val/low", "val/tokens", "val/task/a/reward"]
+    assert estimate_of(values, "val/reward/mean") == "0.5 (0.25 to 0.75)" and estimate_of(values, "val/low") == "3"
+    assert estimate_of(values, "val/tokens") == "12,345"
+
+
+async def test_a_result_has_a_row_per_metric(client: AsyncClient, store: Store, on: list[str]) -> None:
+    first = await kept(store, await trained(store, id="j-aaaaaaaaaa"), 10, 1000.0)
+    result = await evaluated(store, first, 0.5)
+    values = {"val/exact": 0.5, "val/exact/low": 0.4, "val/exact/high": 0.6}
+    await store.update(result, result=orjson.dumps({"version": "1.10", "step": 10, "values": values}).decode())
+    lines = (await run("job", result, *on)).stdout.splitlines()
+    assert [line.split(maxsplit=1) for line in lines if "val/" in line] == [["val/exact", "0.5 (0.4 to 0.6)"]]
+
+
+async def test_checkpoints_are_compared_by_their_newest_evaluations(
+    client: AsyncClient, store: Store, on: list[str]
+) -> None:
+    first = await kept(store, await trained(store, id="j-aaaaaaaaaa"), 10, 1000.0, exact=0.125)
+    second = await kept(store, await trained(store, id="j-bbbbbbbbbb"), 20, 2000.0)
+    await kept(store, "j-bbbbbbbbbb", 30, 2500.0)
+    await evaluated(store, first, 0.25)
+    await evaluated(store, first, 0.5)
+    await evaluated(store, second, 0.75, **{"val/turns": 2.0})
+    await client.publish(second, "best")
+    shown = (await run("compare", first, "best", "j-bbbbbbbbbb", *on)).stdout.splitlines()
+    assert shown[0].split() == ["on", "metric", first, second], "a job stands for its newest evaluated checkpoint"
+    assert [line.split(maxsplit=2)[2] for line in shown[1:] if line.split()[:2] == ["bandit", "exact"]] == [
+        "0.5 (0.4 to 0.6)  0.75 (0.65 to 0.85)"
+    ]
+    assert any(line.split() == ["bandit", "turns", "-", "2"] for line in shown)
+    only = (await run("compare", first, second, "--metric", "exact", *on)).stdout
+    assert "turns" not in only and "exact" in only
+    whole = orjson.loads((await run("compare", first, second, "--json", *on)).stdout)
+    assert [one["checkpoint"] for one in whole] == [first, second]
+    for missing, what in (("j-aaaaaaaaaa@11", "no checkpoint j-aaaaaaaaaa@11"), ("worst", "no published checkpoint")):
+        done = await run("compare", first, missing, *on)
+        assert done.returncode == 1 and what in done.stderr
+
+
+async def test_checkpoints_of_several_jobs_are_evaluated_at_once(
+    client: AsyncClient, ctx: Context, store: Store, on: list[str]
+) -> None:
+    ids = [(await client.submit(make_spec(name=name)))["id"] for name in ("one", "two")]
+    for id in ids:
+        write_checkpoint(ctx, id, 10, {"trainer/state.json": b"{}"})
+        await store.transition(id, JobState.CANCELLED)
+    await client.publish(f"{ids[1]}@10", "best")
+    for chosen in ((ids[0], ids[1]), (f"{ids[0]}@10", "best")):
+        made = await run("eval", *chosen, "--set", "evaluation.episodes=5", "--json", *on)
+        assert made.returncode == 0, made.stderr
+        sweep = await client.sweep_state(orjson.loads(made.stdout)["id"])
+        ((path, values),) = sweep["spec"]["sweep"]["parameters"].items()
+        assert path == "start.from" and sweep["kind"] == "eval" and sweep["spec"]["evaluation"]["episodes"] == 5
+        assert [one.partition("@")[0] for one in values["values"]] == ids
+    one = orjson.loads((await run("eval", "best", "--json", *on)).stdout)
+    assert (await client.job(one["id"]))["spec"]["start"]["from"] == f"{ids[1]}@10", "a single one is no sweep"
+    assert (await run("eval", *ids, "--swap", *on)).returncode == 2
+    assert "no job 'nope'" in (await run("eval", ids[0], "nope", *on)).stderr
