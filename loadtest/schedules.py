@@ -23,12 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from loadtest.support.machine import Others, verdict
+from opentinker.cli.planning.schedules import Pace, step_seconds
 from opentinker.shared.spec import JobSpec, parse_spec
-from opentinker.shared.spec.schedules import max_opponent_lag
+from opentinker.shared.spec.schedules import ScheduleName, max_opponent_lag
 from opentinker.shared.types.core import part_id
 from tests.support.cluster import toy_cluster
 
-SCHEDULES = ("wait", "drop", "grow", "lockstep", "alternate")
+SCHEDULES: tuple[ScheduleName, ...] = ("wait", "drop", "grow", "lockstep", "alternate")
 TOLERANCE = 0.05
 BATCH = 2
 STALENESS = 2
@@ -37,17 +38,10 @@ TURN = 3
 Line = dict[str, Any]
 
 
-def rates(schedule: str, slow_s: float, fast_s: float, gen_s: float) -> dict[str, float]:
-    """Return the steps per second that the formula gives each policy."""
-    if schedule in ("drop", "grow"):
-        return {"slow": 1 / max(slow_s, gen_s), "fast": 1 / max(fast_s, gen_s)}
-    if schedule == "lockstep":
-        both = 1 / (gen_s + max(slow_s, fast_s))
-    elif schedule == "alternate":
-        both = TURN / (TURN * max(slow_s, gen_s) + TURN * max(fast_s, gen_s) + 2 * gen_s)
-    else:
-        both = 1 / max(slow_s, fast_s, gen_s)
-    return {"slow": both, "fast": both}
+def rates(schedule: ScheduleName, slow_s: float, fast_s: float, gen_s: float) -> dict[str, float]:
+    """Return the steps per second that the formula of `opentinker plan` gives each policy."""
+    paces = {"slow": Pace(slow_s, gen_s), "fast": Pace(fast_s, gen_s)}
+    return {name: 1 / seconds for name, seconds in step_seconds(schedule, paces, TURN).items()}
 
 
 def job_of(model: Path, schedule: str, options: argparse.Namespace, steps: dict[str, int]) -> JobSpec:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from opentinker.shared.api_types import Check
 from opentinker.shared.data.dry_run import NOT_LOOKED_AT, check, is_served, loads_weights
@@ -10,9 +10,8 @@ from opentinker.shared.data.model_files import parameters_in
 from opentinker.shared.durable_files import local_path
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.engines import engines
+from opentinker.shared.spec.model import ModelSpec
 from opentinker.shared.spec.policies import spec_of
-from opentinker.shared.spec.pools import pool_player, pools_of
-from opentinker.shared.spec.seats import all_players
 
 TRAINED_BYTES = 16
 """Bytes in the trainer per trained parameter: weights, gradient, two moments, in float32; with bfloat16 weights and
@@ -40,7 +39,7 @@ def policies(spec: JobSpec) -> list[Check]:
     if not spec.policies:
         return []
     found = [check(f"policy {name}", _training(spec, name)) for name in spec.policies]
-    return [*found, _memory(spec)] if any(loads_weights(spec_of(spec, name)) for name in spec.policies) else found
+    return [*found, memory(spec)] if any(loads_weights(spec_of(spec, name)) for name in spec.policies) else found
 
 
 def _training(spec: JobSpec, policy: str) -> str:
@@ -53,29 +52,36 @@ def _training(spec: JobSpec, policy: str) -> str:
     return f"{algorithm.name} on {weights}, {own.train.steps} steps of {batch}; plays {seats}"
 
 
-def _memory(spec: JobSpec) -> Check:
+def memory(spec: JobSpec) -> Check:
     """Weights of all policies together: one trainer holds them all, an engine and a shared trainer those of a base
-    once. A pool has those of its policy."""
-    trainer, weights_of = 0.0, dict[str, float]()
-    for name in spec.policies:
-        own = spec_of(spec, name)
-        path = local_path(own.model.base)
-        count = 0.0 if path is None else parameters_in(path)
-        if not count:
-            return check("memory", f"{NOT_LOOKED_AT}the size of {own.model.base} is not known here", "note")
-        weights = count * (4 if own.model.dtype == "float32" else 2)
-        weights_of |= {player: weights for player in (name, *map(pool_player, pools_of(spec, name)))}
-        shared = spec.resources.trainer == "shared"
-        trainer = weights if shared else trainer + (weights if own.model.lora else count * TRAINED_BYTES)
-    parts = [f"the trainer about {_size(trainer)} for weights and optimizers"]
-    if is_served(spec):
-        first = [players[0].name for players in engines(spec) if not players[0].is_frozen]
-        held = _size(sum(weights_of[name] for name in first))
-        plural = "s" if len(first) > 1 else ""
-        parts.insert(0, f"each rollout worker holds {held} of weights in {len(first)} engine{plural}")
-    frozen = "the engines of frozen checkpoints, " if any(one.frozen for one in all_players(spec).values()) else ""
-    hint = f"{frozen}contexts, activations and what adapters need come on top"
+    once. A pool has those of its policy, and a frozen checkpoint those of its job, once the server has looked it up.
+    Blocking."""
+    owns = [spec_of(spec, name) for name in spec.policies or ("",)]
+    held = [players[0].model for players in engines(spec)] if is_served(spec) else []
+    unknown = "the engines of frozen checkpoints, " if None in held else ""
+    served = [model for model in held if model is not None]
+    sizes = {model.base: _parameters(model) for model in [*(own.model for own in owns), *served]}
+    if absent := [base for base, count in sizes.items() if not count]:
+        return check("memory", f"{NOT_LOOKED_AT}the size of {absent[0]} is not known here", "note")
+    trained = [_weights(own.model, sizes) if own.model.lora else sizes[own.model.base] * TRAINED_BYTES for own in owns]
+    shared = spec.resources.trainer == "shared"
+    parts = [f"the trainer about {_size(trained[-1] if shared else sum(trained))} for weights and optimizers"]
+    if served:
+        plural = "s" if len(served) > 1 else ""
+        weights = _size(sum(_weights(model, sizes) for model in served))
+        parts.insert(0, f"each rollout worker holds {weights} of weights in {len(served)} engine{plural}")
+    hint = f"{unknown}contexts, activations and what adapters need come on top"
     return check("memory", ", ".join(parts), hint=hint)
+
+
+def _parameters(model: ModelSpec) -> float:
+    path = local_path(model.base)
+    return 0.0 if path is None else parameters_in(path)
+
+
+def _weights(model: ModelSpec, sizes: Mapping[str, float]) -> float:
+    """Return the bytes of a model's weights. `sizes`: parameters by base."""
+    return sizes[model.base] * (4 if model.dtype == "float32" else 2)
 
 
 def _size(count: float) -> str:

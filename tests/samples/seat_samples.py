@@ -6,7 +6,10 @@ import random
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import msgspec
+
 from opentinker.envs.base import Action, Bot, Environment, EnvironmentConfig, Opening, Prompt, Step, user
+from opentinker.envs.builtin.proposed_sums import ProposedSums
 from opentinker.envs.tools import tool
 from opentinker.shared.types.core import Tool
 
@@ -259,3 +262,17 @@ class Relay(Environment):
         if self.config.anew:
             return Step(messages=[user("anew")], seat="a", stream=str(self.turn))
         return Step(messages=[user(f"after {action.seat}")], seat="b" if action.seat == "a" else "a", stream="0")
+
+
+class ParitySums(ProposedSums):
+    """The proposer's addition is given, and a solver is right whose answer has an even number of characters: what
+    engines without a skill do differs from solver to solver."""
+
+    async def step(self, action: Action) -> Step:
+        return await super().step(msgspec.structs.replace(action, text=f"{self.first[0]} + {self.first[1]}"))
+
+    async def step_all(self, actions: list[Action]) -> Step:
+        answers = [str(sum(self.first) + len(action.text) % 2) for action in actions]
+        return await super().step_all(
+            [msgspec.structs.replace(action, text=answer) for action, answer in zip(actions, answers, strict=True)]
+        )

@@ -95,17 +95,22 @@ async def test_two_policies_train_on_the_same_matches_and_each_can_be_taken_home
         await cluster.client.download(part_id(job, "nobody"), tmp_path / "nobody")
 
 
-@pytest.mark.nightly
-async def test_no_match_is_trained_whose_opponent_has_moved_too_far(toys: Toys) -> None:
+@pytest.mark.parametrize(
+    ("steps", "step_s", "kill_at"), [(6, 0.25, None), pytest.param(16, 0.4, 5, marks=pytest.mark.nightly)]
+)
+async def test_no_match_is_trained_whose_opponent_has_moved_too_far(
+    toys: Toys, steps: int, step_s: float, kill_at: int | None
+) -> None:
     """The fast policy runs ahead; what it had played with older weights is replaced for the slow one, also after a
     kill."""
     cluster, model = toys
-    policies: dict[str, Any] = {"speaker": {"train": {"simulated_step_s": 0.4}}, "listener": {}}
+    policies: dict[str, Any] = {"speaker": {"train": {"simulated_step_s": step_s}}, "listener": {}}
     algorithm = {"group_size": 2, "groups_per_batch": 4, "max_staleness": 3}
-    spec = game(model, steps=16, policies=policies, algorithm=algorithm, match={"max_opponent_lag": 1})
+    spec = game(model, steps=steps, policies=policies, algorithm=algorithm, match={"max_opponent_lag": 1})
     job = await cluster.submit(spec)
-    await cluster.reaches(job, 5)
-    cluster.kill("trainer-0")
+    if kill_at is not None:
+        await cluster.reaches(job, kill_at)
+        cluster.kill("trainer-0")
     await cluster.succeeds(job)
     await check(cluster, job, spec)
     slow, fast = (cluster.lines(part_id(job, name)) for name in POLICIES)

@@ -34,11 +34,13 @@ def game(model: Path, match: dict[str, Any], *, max_staleness: int, slow: int, f
     return toy_game(model, **parts)
 
 
-async def trained(cluster: Cluster, spec: JobSpec, *, kill_at: int) -> dict[str, list[Line]]:
-    """Return the steps of each policy that count, after the job has ended and its ledgers have been checked."""
+async def trained(cluster: Cluster, spec: JobSpec, *, kill_at: int | None) -> dict[str, list[Line]]:
+    """Return the steps of each policy that count, after the job has ended and its ledgers have been checked. `kill_at`:
+    step at which the trainer is killed; None: it is not."""
     job = await cluster.submit(spec)
-    await cluster.reaches(job, kill_at)
-    cluster.kill("trainer-0")
+    if kill_at is not None:
+        await cluster.reaches(job, kill_at)
+        cluster.kill("trainer-0")
     await cluster.succeeds(job)
     found = {}
     for name in spec.policies:
@@ -55,11 +57,16 @@ async def trained(cluster: Cluster, spec: JobSpec, *, kill_at: int) -> dict[str,
     return found
 
 
-@pytest.mark.parametrize("schedule", ["drop", pytest.param("grow", marks=pytest.mark.nightly)])
-async def test_the_fast_policy_goes_ahead_and_the_slow_one_takes_what_it_can(toys: Toys, schedule: str) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "slow", "fast", "kill_at"),
+    [("drop", 8, 40, 10), ("grow", 4, 16, None), pytest.param("grow", 8, 40, 10, marks=pytest.mark.nightly)],
+)
+async def test_the_fast_policy_goes_ahead_and_the_slow_one_takes_what_it_can(
+    toys: Toys, schedule: str, slow: int, fast: int, kill_at: int | None
+) -> None:
     cluster, model = toys
-    spec = game(model, {"schedule": schedule, "max_opponent_lag": 8}, max_staleness=2, slow=8, fast=40)
-    found = await trained(cluster, spec, kill_at=10)
+    spec = game(model, {"schedule": schedule, "max_opponent_lag": 8}, max_staleness=2, slow=slow, fast=fast)
+    found = await trained(cluster, spec, kill_at=kill_at)
     assert max(line["opponent_lag/max"] for lines in found.values() for line in lines) <= 8
     sizes = {name: {len(line["seqs"]) for line in lines} for name, lines in found.items()}
     if schedule == "drop":
@@ -83,12 +90,12 @@ async def test_in_lockstep_no_opponent_has_moved(toys: Toys) -> None:
     assert together.count(2) >= 10, "but for the steps around the kill both learn from the same matches"
 
 
-@pytest.mark.nightly
-async def test_policies_take_turns(toys: Toys) -> None:
+@pytest.mark.parametrize(("slow", "fast", "kill_at"), [(4, 6, None), pytest.param(9, 12, 5, marks=pytest.mark.nightly)])
+async def test_policies_take_turns(toys: Toys, slow: int, fast: int, kill_at: int | None) -> None:
     cluster, model = toys
     match = {"schedule": "alternate", "alternate_steps": 3, "max_opponent_lag": 0}
-    spec = game(model, match, max_staleness=1, slow=9, fast=12)
-    found = await trained(cluster, spec, kill_at=5)
+    spec = game(model, match, max_staleness=1, slow=slow, fast=fast)
+    found = await trained(cluster, spec, kill_at=kill_at)
     assert {line["opponent_lag/max"] for lines in found.values() for line in lines} == {0.0}
     assert all(lines[-1]["dropped/resting"] > 0 for lines in found.values())
     ends = sorted((line["time"], name, line["step"]) for name, lines in found.items() for line in lines)

@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from opentinker.cli import app
-from opentinker.cli.planning.estimates import parameters_of
-from opentinker.cli.planning.plan import joint_batch, measured_of, work_of
+from opentinker.cli.planning.estimates import models_of, parameters_of, players_of
+from opentinker.cli.planning.plan import measured_of, work_of
+from opentinker.cli.planning.schedules import joint_batch, policy_steps
 from opentinker.cli.planning.simulation import Pools, Work, enough_env_workers, predict
 from opentinker.envs.registry import _found, find
-from opentinker.shared.spec import parse_spec
+from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.types.errors import OpenTinkerError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -152,13 +153,13 @@ def test_policies_are_planned_with_their_own_models_and_batches(small: Path) -> 
         "policies": {"speaker": {}, "listener": {"model": {"base": "a/b-3B", "lora": {"rank": 8}}}},
         "seats": {"speaker": "speaker", "listener": "listener"},
     }
-    work, reasons = work_of(parse_spec(spec), {"env_s": 0.0, "turns": 2.0, "tokens": 10.0}, 0.5)
+    work, reasons, _ = work_of(parse_spec(spec), {"env_s": 0.0, "turns": 2.0, "tokens": 10.0}, 0.5)
     assert (work.groups_per_batch, work.max_staleness) == (4, 1)
     assert work.token_s == pytest.approx(0.01 + 2e9 * 4 / 1e10), "the mean of both models, in float32"
     tokens = 2 * 4 * 2 * 10 * 2  # each trains on half of them: one all weights, one an adapter
     assert work.train_s == pytest.approx((6 * 1e9 + 4 * 3e9) / 2 * tokens / 1e11)
     assert "1e+03 M parameters (its name) and 3e+03 M parameters (its name)" in " ".join(reasons)
-    work, reasons = work_of(
+    work, reasons, _ = work_of(
         parse_spec({**spec, "resources": {"rollout_gpus": 4}}), {"env_s": 0.0, "turns": 2.0, "tokens": 10.0}, 0.5
     )
     assert work.token_s == pytest.approx(0.005 + 2e9 * 4 / 1e12 / 4), "each GPU reads its part of the weights"
@@ -167,6 +168,60 @@ def test_policies_are_planned_with_their_own_models_and_batches(small: Path) -> 
         **{"algorithm": {"groups_per_batch": 2, "max_staleness": 1}, "train": {"steps": 48}},
     }
     assert joint_batch(parse_spec(spec)) == (2, 4, 0), "the smaller batch lets 4 groups begin, not 8"
+
+
+GAME: dict[str, Any] = {
+    "name": "game",
+    "model": {"base": "a/b-1B"},
+    "environment": {"name": "signalling"},
+    "algorithm": {"group_size": 2, "groups_per_batch": 2, "max_staleness": 2},
+    "train": {"learner": "simulated", "steps": 12},
+    "policies": {"slow": {"train": {"simulated_step_s": 3.0}}, "fast": {"train": {"simulated_step_s": 1.0}}},
+    "seats": {"speaker": "slow", "listener": "fast"},
+}
+KNOWN = {"env_s": 0.0, "turns": 2.0, "tokens": 1.0, "token_s": 0.25}
+"""A match takes half a second."""
+
+
+@pytest.mark.parametrize(
+    ("match", "slow", "fast"),
+    [
+        ({}, 3.0, 3.0),
+        ({"schedule": "drop"}, 3.0, 1.0),
+        ({"schedule": "grow"}, 3.0, 1.0),
+        ({"schedule": "lockstep"}, 3.5, 3.5),
+        ({"schedule": "alternate", "alternate_steps": 3}, 13 / 3, 13 / 3),
+    ],
+)
+def test_each_policy_is_planned_by_the_schedule(match: dict[str, Any], slow: float, fast: float) -> None:
+    algorithm = {**GAME["algorithm"], "max_staleness": 0 if match.get("schedule") == "lockstep" else 2}
+    spec = parse_spec({**GAME, "algorithm": algorithm, "match": match})
+    work, _, paces = work_of(spec, KNOWN, 0.0)
+    pools = Pools(rollout_workers=1, env_workers=1, sessions=64)
+    assert policy_steps(spec, paces, work, pools) == pytest.approx({"slow": slow, "fast": fast}, rel=0.05)
+    step = {"drop": 1.0, "grow": 1.0, "lockstep": 3.5, "alternate": 4.0}.get(match.get("schedule", ""), 3.0)
+    assert predict(work, pools).step_s == pytest.approx(step, rel=0.05), "the step that admission follows"
+
+
+def test_players_that_do_not_learn_are_planned_with_their_models(small: Path) -> None:
+    def against(judge: dict[str, Any]) -> JobSpec:
+        return parse_spec(
+            {
+                **{**GAME, "policies": {}, "train": {"steps": 12}, "model": {"base": str(small)}},
+                "environment": {"name": "debate"},
+                "seats": {"judge": {"frozen": "j-0123456789@5", "model": judge}, "bob": {"pool": "past"}},
+                "pools": {"past": {"every": 4}},
+            }
+        )
+
+    large = against({"base": "a/b-3B", "dtype": "bfloat16"})
+    mine, checkpoint, pool = players_of(large)
+    assert (mine, checkpoint.parameters, checkpoint.bytes) == (pool, 3e9, 6e9)
+    assert [mine] == models_of(large), "a checkpoint is not trained"
+    known = {"env_s": 0.0}
+    assert not [line for line in work_of(large, known, 0.5)[1] if line.startswith("memory")], "its size is not known"
+    (line,) = (line for line in work_of(against({"base": str(small)}), known, 0.5)[1] if line.startswith("memory"))
+    assert f"{3 * mine.bytes / 2**20:.3g} MiB of weights in 3 engines" in line
 
 
 def plan(*arguments: str) -> Any:

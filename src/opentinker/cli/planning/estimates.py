@@ -11,10 +11,12 @@ from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
 from opentinker.shared.data.model_files import parameters_in
+from opentinker.shared.spec.engines import engine_policies
 from opentinker.shared.spec.policies import spec_of
 
 if TYPE_CHECKING:
     from opentinker.shared.spec import JobSpec
+    from opentinker.shared.spec.model import ModelSpec
 
 PARAMETERS = 1e9
 """Parameters of a model whose size is in neither its files nor its name."""
@@ -53,7 +55,7 @@ def estimated(spec: JobSpec, turns: float, tokens: float, missing: set[str]) -> 
     of a turn. Plays the environment for a moment, if it can be played here."""
     values: dict[str, float] = {}
     reasons = []
-    models = models_of(spec)
+    learners, models = models_of(spec), players_of(spec)
     size = " and ".join(f"{one.parameters / 1e6:.3g} M parameters ({one.why})" for one in models)
     if {"token_s", "tokens_per_s"} & missing:
         machine = GPU if spec.resources.rollout_gpus else CPU
@@ -66,10 +68,11 @@ def estimated(spec: JobSpec, turns: float, tokens: float, missing: set[str]) -> 
     if "train_s" in missing:
         machine = GPU if spec.resources.trainer_gpus else CPU
         batch = spec.algorithm.group_size * spec.algorithm.groups_per_batch * turns * tokens * PROMPT_SHARE
-        operations = fmean((4 if one.is_adapter else 6) * one.parameters for one in models) * batch
+        operations = fmean((4 if one.is_adapter else 6) * one.parameters for one in learners) * batch
         values["train_s"] = operations / machine.operations_per_s / max(1, spec.resources.trainer_gpus)
         shown = f"--train-s {values['train_s']:.3g}"
-        reasons.append(f"assumed: {shown}, for {batch:.3g} tokens of {size} on {machine.name}")
+        trained = " and ".join(f"{one.parameters / 1e6:.3g} M parameters" for one in learners)
+        reasons.append(f"assumed: {shown}, for {batch:.3g} tokens of {trained} on {machine.name}")
     if "env_s" in missing:
         values["env_s"], why = _env_s(spec)
         reasons.append(f"{why}: --env-ms {values['env_s'] * 1e3:.3g}")
@@ -86,14 +89,20 @@ class Model(NamedTuple):
 
 
 def models_of(spec: JobSpec) -> list[Model]:
-    """Return the model of the job, or of each of its policies. They share the machines, and each is taken to sample and
-    train on an equal part of the tokens: what a token costs is their mean."""
-    found = []
-    for own in (spec_of(spec, name) for name in spec.policies or ("",)):
-        count, why = parameters_of(own.model.base)
-        weights = count * (4 if own.model.dtype == "float32" else 2)
-        found.append(Model(count, why, weights, own.model.lora is not None))
-    return found
+    """Return the model of the job, or of each of its policies. They share the machines, and each is taken to train on
+    an equal part of the tokens: what a token costs is their mean."""
+    return [_model(spec_of(spec, name).model) for name in spec.policies or ("",)]
+
+
+def players_of(spec: JobSpec) -> list[Model]:
+    """Return the models that sample, each an equal part of the tokens: of policies, frozen checkpoints and pools. A
+    checkpoint that is not looked up has the model of the job."""
+    return [_model(player.model or spec.model) for player in engine_policies(spec)]
+
+
+def _model(model: ModelSpec) -> Model:
+    count, why = parameters_of(model.base)
+    return Model(count, why, count * (4 if model.dtype == "float32" else 2), model.lora is not None)
 
 
 def parameters_of(base: str) -> tuple[float, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,6 +15,7 @@ from opentinker.shared.types.core import split_part
 from opentinker.shared.types.errors import OpenTinkerError
 
 if TYPE_CHECKING:
+    from opentinker.cli.planning.schedules import Pace
     from opentinker.cli.planning.simulation import Pools, Prediction, Work
     from opentinker.shared.spec import JobSpec
 
@@ -76,8 +77,8 @@ def plan(
     measured = {} if like is None else measured_of(client(url).metrics(like), like)
     known = {**measured, **{name: value for name, value in said.items() if value is not None}}
     cost, blocks = _demands(spec.environment.name)
-    work, reasons = work_of(spec, known, spread)
-    rows = [_row(work, pools) for pools in _pools(rollout_workers, sessions, blocking or blocks, cost)]
+    work, reasons, paces = work_of(spec, known, spread)
+    rows = [_row(work, pools, spec, paces) for pools in _pools(rollout_workers, sessions, blocking or blocks, cost)]
     told = advice(work, rows, spec)
     if as_json:
         print_json({"work": asdict(work), "estimates": reasons, "plans": rows, "advice": told})
@@ -106,73 +107,48 @@ def _demands(environment: str) -> tuple[float, bool]:
     return cost, blocks
 
 
-def work_of(spec: JobSpec, known: dict[str, float], spread: float) -> tuple[Work, list[str]]:
+def work_of(spec: JobSpec, known: dict[str, float], spread: float) -> tuple[Work, list[str], Mapping[str, Pace]]:
     """Values that are not `known` come from the job, if it exists, and are estimated otherwise; the sentences explain
-    each."""
+    each. With the pace of each policy in training."""
     from opentinker.cli.planning.estimates import estimated
+    from opentinker.cli.planning.schedules import paces_of, pipeline_of
     from opentinker.cli.planning.simulation import Work
+    from opentinker.shared.data.dry_run_policies import memory
 
     rollout = spec.rollout
     turns = known.get("turns", float(rollout.max_turns))
     values = {"turns": turns, "tokens": rollout.max_tokens / turns, "swap_s": 0.0}
     if rollout.toy is not None:
         values |= {"token_s": rollout.toy.seconds_per_token, "swap_s": rollout.toy.swap_seconds}
-    if (simulated := simulated_step_s(spec)) is not None:
-        values["train_s"] = simulated
     values |= known
+    if (paces := paces_of(spec, known.get("train_s"))) is not None:
+        batch, values["train_s"] = pipeline_of(spec, paces)
     missing = {"token_s", "env_s", "train_s"} - values.keys()
     if "token_s" in missing and "tokens_per_s" not in values:
         missing.add("tokens_per_s")
     found = estimated(spec, turns, values["tokens"], missing)
     reasons = list(found.reasons)
-    batch = joint_batch(spec)
+    if paces is None:
+        paces = paces_of(spec, found.values["train_s"])
+        assert paces is not None
+        batch, found.values["train_s"] = pipeline_of(spec, paces)
+    if (held := memory(spec))["result"] == "ok":
+        reasons.append(f"memory: {held['found']}; {held['hint']}")
     if "tokens" not in known:
         reasons.append(f"assumed: --turns {turns:g} --tokens {values['tokens']:g}, as many as the job allows")
-    return Work(
-        group_size=batch.group_size,
-        groups_per_batch=batch.groups,
-        max_staleness=batch.max_staleness,
-        concurrent_groups=rollout.max_concurrent_groups,
-        spread=spread,
-        **values,
-        **found.values,
-    ), reasons
-
-
-class JointBatch(NamedTuple):
-    group_size: int
-    groups: int
-    """Per step of the job."""
-    max_staleness: int
-    """In steps of the job."""
-
-
-def _policies(spec: JobSpec) -> list[JobSpec]:
-    """Return the job's spec with the settings of each policy."""
-    from opentinker.shared.spec.policies import spec_of
-
-    return [spec_of(spec, name) for name in spec.policies or ("",)]
-
-
-def joint_batch(spec: JobSpec) -> JointBatch:
-    """Return the batch of a job's step and its staleness bound: of several policies that of the one which lets the
-    fewest groups begin."""
-    policies = _policies(spec)
-    first = policies[0]
-    groups = max(1, first.train.steps * first.algorithm.groups_per_batch // max(1, spec.train.steps))
-    room = min((own.algorithm.max_staleness + 1) * own.algorithm.groups_per_batch for own in policies)
-    return JointBatch(first.algorithm.group_size, groups, max(0, room // groups - 1))
-
-
-def simulated_step_s(spec: JobSpec) -> float | None:
-    """Return the time of a job's step if all its learners are simulated: policies train side by side."""
-    policies = _policies(spec)
-    seconds = [
-        own.train.simulated_step_s * own.train.steps / max(1, spec.train.steps)
-        for own in policies
-        if own.train.simulated_step_s is not None
-    ]
-    return max(seconds) if len(seconds) == len(policies) else None
+    return (
+        Work(
+            group_size=batch.group_size,
+            groups_per_batch=batch.groups,
+            max_staleness=batch.max_staleness,
+            concurrent_groups=rollout.max_concurrent_groups,
+            spread=spread,
+            **values,
+            **found.values,
+        ),
+        reasons,
+        paces,
+    )
 
 
 def advice(work: Work, rows: Sequence[Mapping[str, Any]], spec: JobSpec) -> list[str]:
@@ -262,12 +238,16 @@ def _pools(rollout_workers: str, sessions: int | None, blocking: bool, cost: flo
     return [Pools(rollout_workers=n, env_workers=1, sessions=sessions or held, calls=calls) for n in counts]
 
 
-def _row(work: Work, pools: Pools) -> dict[str, Any]:
+def _row(work: Work, pools: Pools, spec: JobSpec, paces: Mapping[str, Pace]) -> dict[str, Any]:
+    from opentinker.cli.planning.schedules import policy_steps
     from opentinker.cli.planning.simulation import enough_env_workers
 
     env_workers, found = enough_env_workers(work, pools)
-    workers = asdict(replace(pools, env_workers=env_workers))
-    return {**workers, **asdict(found), "limited_by": limit(work, found)}
+    enough = replace(pools, env_workers=env_workers)
+    row = {**asdict(enough), **asdict(found), "limited_by": limit(work, found)}
+    if len(paces) > 1:
+        row["policies"] = policy_steps(spec, paces, work, enough)
+    return row
 
 
 def limit(work: Work, found: Prediction) -> str:
@@ -297,6 +277,10 @@ def _print(path: Path, work: Work, rows: list[dict[str, Any]], told: list[str], 
         for row in rows
     ]  # fmt: skip
     print_table(columns, cells, empty="")
+    if "policies" in rows[0]:
+        names = list(rows[0]["policies"])
+        steps = [(row["rollout_workers"], *(f"{row['policies'][name]:.3g}" for name in names)) for row in rows]
+        print_table(("rollout workers", *(f"{name}: s per step" for name in names)), steps, empty="")
     say("env workers: the smallest number with which a step takes no longer than with more of them")
     for line in [*told, *reasons]:
         say(line)

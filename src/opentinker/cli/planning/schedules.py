@@ -1,0 +1,105 @@
+"""How long policies of different speed take per step under each schedule of [match]. `python -m loadtest.schedules`
+measures it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from opentinker.cli.planning.simulation import Pools, Work, predict
+from opentinker.shared.spec import JobSpec
+from opentinker.shared.spec.policies import spec_of
+from opentinker.shared.spec.schedules import ScheduleName, rule_of
+
+
+class Pace(NamedTuple):
+    """Of one policy, in seconds per step of its own."""
+
+    train_s: float
+    gen_s: float
+    """To play the matches of a batch."""
+    share: float = 1.0
+    """Steps that it makes for one step of the job."""
+
+
+def step_seconds(schedule: ScheduleName, paces: Mapping[str, Pace], turn: int = 1) -> dict[str, float]:
+    """Return the seconds per step of each policy. `turn`: steps of a turn (`alternate`).
+
+    wait        all wait for the slowest, in training or generation
+    drop, grow  each takes what it needs itself; `grow` has larger batches for the slower ones
+    lockstep    nothing is generated while anybody trains
+    alternate   turns follow each other, and the first batch of each is waited for
+    """
+    alone = {name: max(pace.train_s, pace.gen_s) for name, pace in paces.items()}
+    if schedule in ("drop", "grow"):
+        return alone
+    if schedule == "alternate":
+        cycle = turn * sum(alone.values()) + sum(pace.gen_s for pace in paces.values())
+        return dict.fromkeys(paces, cycle / turn)
+    if schedule == "lockstep":
+        return dict.fromkeys(paces, max(p.gen_s for p in paces.values()) + max(p.train_s for p in paces.values()))
+    of_job = max(alone[name] * pace.share for name, pace in paces.items())
+    return {name: of_job / pace.share for name, pace in paces.items()}
+
+
+class JointBatch(NamedTuple):
+    group_size: int
+    groups: int
+    """Per simulated step."""
+    max_staleness: int
+    """In simulated steps."""
+
+
+def own_specs(spec: JobSpec) -> dict[str, JobSpec]:
+    """Return the job's spec with the settings of each policy."""
+    return {name: spec_of(spec, name) for name in spec.policies or ("",)}
+
+
+def joint_batch(spec: JobSpec) -> JointBatch:
+    """Return the batch of a job's step and its staleness bound: of several policies that of the one which lets the
+    fewest groups begin."""
+    policies = list(own_specs(spec).values())
+    first = policies[0]
+    groups = max(1, first.train.steps * first.algorithm.groups_per_batch // max(1, spec.train.steps))
+    room = min((own.algorithm.max_staleness + 1) * own.algorithm.groups_per_batch for own in policies)
+    return JointBatch(first.algorithm.group_size, groups, max(0, room // groups - 1))
+
+
+def paces_of(spec: JobSpec, train_s: float | None) -> dict[str, Pace] | None:
+    """Return the pace of each policy in training. `train_s`: of a step of the job, the same for all; None: as the
+    simulated learners say, and None where one is not simulated."""
+    paces = {}
+    for name, own in own_specs(spec).items():
+        share = own.train.steps / max(1, spec.train.steps)
+        own_s = own.train.simulated_step_s if train_s is None else train_s / share
+        if own_s is None:
+            return None
+        paces[name] = Pace(own_s, 0.0, share)
+    return paces
+
+
+def pipeline_of(spec: JobSpec, paces: Mapping[str, Pace]) -> tuple[JointBatch, float]:
+    """Return the batch and the training time of the step that admission follows: the job's with all policies, or the
+    fastest policy's own; with turns all train one after the other."""
+    rule = rule_of(spec)
+    if rule.gate == "fastest":
+        own = own_specs(spec)
+        fastest = min(paces, key=lambda name: paces[name].train_s / own[name].algorithm.groups_per_batch)
+        algorithm = own[fastest].algorithm
+        batch = JointBatch(algorithm.group_size, algorithm.groups_per_batch, algorithm.max_staleness)
+        return batch, paces[fastest].train_s
+    of_job = [pace.train_s * pace.share for pace in paces.values()]
+    return joint_batch(spec), sum(of_job) if rule.turn else max(of_job)
+
+
+def policy_steps(spec: JobSpec, paces: Mapping[str, Pace], work: Work, pools: Pools) -> dict[str, float]:
+    """Return the seconds per step of each policy: by the formula, with the simulated time to play the matches; of one
+    batch alone where training waits for it, else of batches that overlap."""
+    rule = rule_of(spec)
+    played = replace(work, train_s=0.0, max_staleness=0 if rule.together or rule.turn else work.max_staleness)
+    group_s = predict(played, pools).step_s / work.groups_per_batch
+    own = own_specs(spec)
+    timed = {name: pace._replace(gen_s=group_s * own[name].algorithm.groups_per_batch) for name, pace in paces.items()}
+    schedule: ScheduleName = "wait" if spec.match is None else spec.match.schedule
+    return step_seconds(schedule, timed, rule.turn or 1)
