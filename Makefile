@@ -41,7 +41,7 @@ $(STAMP): $(LOCAL)
 dashboard: | $(LOCAL)
 	@$(MAKE) --no-print-directory $(PAGE) || echo "The dashboard is not built, for the reason above; all else works without it. Again: make dashboard"
 
-$(PAGE): $(MODULES) $(shell find dashboard -name node_modules -prune -o -type f -print) $(wildcard examples/*.toml) examples/curves.json
+$(PAGE): $(MODULES) $(shell find dashboard -name node_modules -prune -o -type f -print) $(wildcard examples/*.toml examples/*/*.toml examples/*/*/*.toml) examples/curves.json
 	cd dashboard && $(NODE) node_modules/vite/bin/vite.js build --logLevel warn
 
 $(MODULES): dashboard/package.json dashboard/package-lock.json | $(LOCAL)

@@ -7,7 +7,7 @@
 Their models must be there: the first lines of each example say how to make them. A sweep's curve is its best value so
 far, trial by trial. Policies that play each other earn the same on average whatever they learn: the curve of such a job
 is of its evaluations, and Kuhn poker's of the distance from an equilibrium. An example without a curve has a `note`
-there, which says why.
+there, which says why. The `digest` of a curve is that of the settings that it was recorded with.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 
 import orjson
 
+from examples.curve_digest import digest_of
 from examples.kuhn_exploitability import read_policy
 from opentinker import Client
 from opentinker.cli.run import everything
@@ -55,7 +56,8 @@ def recorded(name: str, steps: int | None) -> dict[str, Any]:
     file = HERE / f"{name}.toml"
     spec = tomllib.loads(file.read_text())
     with tempfile.TemporaryDirectory(prefix="opentinker-") as place:
-        return _of_sweep(file, spec, Path(place)) if "sweep" in spec else _of_job(file, place, steps)
+        curve = _of_sweep(file, spec, Path(place)) if "sweep" in spec else _of_job(file, place, steps)
+    return {**curve, "digest": digest_of(file.read_text())}
 
 
 def _of_job(file: Path, place: str, steps: int | None) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 import expected from "../../../examples/curves.json";
 
-const FILES = import.meta.glob<string>("../../../examples/*.toml", { query: "?raw", import: "default", eager: true });
+const FILES = import.meta.glob<string>(["../../../examples/**/*.toml", "!../../../examples/**/environment.toml"], { query: "?raw", import: "default", eager: true });
+
+const FOLDER = "/examples/";
 
 /** What an example does when it is run: its curve, or of a sweep the best value so far after each trial. */
 export interface Curve {
@@ -10,6 +12,8 @@ export interface Curve {
   values: number[];
   steps?: number;
   trials?: number;
+  /** Of the settings that it was recorded with. */
+  digest?: string;
 }
 
 export interface Template {
@@ -23,7 +27,7 @@ export interface Template {
 const EXPECTED = expected as Record<string, Curve | { note: string }>;
 
 export const TEMPLATES: Template[] = Object.entries(FILES).map(([path, text]) => {
-  const name = path.slice(path.lastIndexOf("/") + 1, -".toml".length);
+  const name = path.slice(path.indexOf(FOLDER) + FOLDER.length, -".toml".length);
   const found = EXPECTED[name];
   return found && "values" in found ? { name, curve: found, note: "", text } : { name, curve: null, note: found?.note ?? "", text };
 });

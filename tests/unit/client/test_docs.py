@@ -11,6 +11,7 @@ from pathlib import Path
 import orjson
 import pytest
 
+from examples.curve_digest import digest_of
 from opentinker.cli import app
 from opentinker.envs.adapters.library import is_installed
 from opentinker.envs.registry import check
@@ -41,11 +42,19 @@ def test_every_example_is_a_valid_job(example: Path, monkeypatch: pytest.MonkeyP
         check(name, spec.environment.config, modules=True, elsewhere=elsewhere)
 
 
-def test_every_template_of_the_page_has_a_curve_or_the_reason_why_it_has_none() -> None:
+def test_every_template_of_the_page_has_a_curve_of_its_settings_or_the_reason_why_it_has_none() -> None:
     known = orjson.loads((ROOT / "examples" / "curves.json").read_bytes())
-    assert sorted(known) == [example.stem for example in EXAMPLES]
+    folder = ROOT / "examples"
+    files = [file for file in folder.glob("**/*.toml") if file.name != uploads.DESCRIPTION]
+    templates = {str(file.relative_to(folder).with_suffix("")): file for file in files}
+    assert sorted(known) == sorted(templates)
     for name, expected in known.items():
         assert expected.get("note") or (len(expected["values"]) > 1 and expected["metric"]), name
+    outdated = [
+        name for name, file in templates.items()
+        if "values" in known[name] and known[name].get("digest") != digest_of(file.read_text())
+    ]  # fmt: skip
+    assert outdated == [], "their settings have changed: python -m examples.record_curves NAME"
 
 
 @pytest.mark.parametrize("example", PUSHED, ids=lambda path: path.parent.name)
