@@ -6,15 +6,17 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable
+from functools import partial
 
 import structlog
 
 from opentinker.services.trainer.batch.assembler import Assembler
+from opentinker.services.trainer.epoch_consumer import open_epoch_consumer
 from opentinker.services.trainer.job_reporter import JobReporter
 from opentinker.services.trainer.joint_progress import JointProgress
 from opentinker.shared.messaging.bus import Consumer, Delivery
 from opentinker.shared.messaging.consumer import ConsumerDeleted
-from opentinker.shared.messaging.subjects import GROUP, GROUPS, WAKE
+from opentinker.shared.messaging.subjects import GROUP, WAKE
 from opentinker.shared.state.admission import Admission
 from opentinker.shared.types.core import Discard
 from opentinker.shared.types.errors import JobFailed
@@ -23,8 +25,6 @@ from opentinker.shared.types.trajectories import Group
 log = structlog.get_logger()
 
 SETTLE_TIMEOUT_S = 2.0
-OLD_CONSUMERS = 16
-"""Number of earlier epochs whose consumer may still exist; the server removes older ones, which are idle, by itself."""
 MAX_INVALID = 100
 """Number of unreadable or inconsistent groups over a job's life before it fails."""
 MAX_FETCHED = 256
@@ -64,18 +64,14 @@ class Intake:
         """Held while groups are discarded, first in the assembler and then in Redis: no checkpoint sees half of it."""
 
     async def open(self) -> None:
-        """Create the consumer of this epoch, from the checkpoint on: a former holder of the lease that is only asleep
-        takes no groups from it. Consumers of earlier epochs are deleted."""
-        job, epoch = self.lease.job, self.lease.epoch
-        assert GROUPS.name is not None
-        for before in range(max(1, epoch - OLD_CONSUMERS), epoch):
-            await self.ctx.bus.delete_consumer(GROUPS.name, consumer_name(job, before, self.policy))
-        self._consumer = await self.ctx.bus.consume(
+        """Create the consumer of this epoch, from the checkpoint on."""
+        self._consumer = await open_epoch_consumer(
+            self.ctx.bus,
             GROUP,
-            consumer_name(job, epoch, self.policy),
+            self.lease,
+            partial(consumer_name, policy=self.policy),
             batch=min(2 * self.reporter.spec.algorithm.groups_per_batch, MAX_FETCHED),
             start_seq=self.assembler.floor + 1,
-            job=job,
         )
 
     async def close(self) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from opentinker.services.trainer.bank.limits import NAME
-from opentinker.services.trainer.intake import OLD_CONSUMERS
+from opentinker.services.trainer.epoch_consumer import open_epoch_consumer
 from opentinker.shared.messaging.bus import Consumer, Delivery
 from opentinker.shared.messaging.consumer import ConsumerDeleted
 from opentinker.shared.messaging.subjects import COMMAND, COMMANDS
@@ -54,13 +54,9 @@ class CommandIntake:
         self._purged = 0
 
     async def open(self) -> None:
-        """Create the consumer of this epoch: a former trainer that is only asleep takes nothing from it. Consumers of
-        earlier epochs are deleted."""
-        job, epoch = self._lease.job, self._lease.epoch
-        for before in range(max(1, epoch - OLD_CONSUMERS), epoch):
-            await self._ctx.bus.delete_consumer(STREAM, _consumer(job, before))
-        self._consumer = await self._ctx.bus.consume(
-            COMMAND, _consumer(job, epoch), batch=FETCHED, start_seq=1, job=job
+        """Create the consumer of this epoch."""
+        self._consumer = await open_epoch_consumer(
+            self._ctx.bus, COMMAND, self._lease, _consumer, batch=FETCHED, start_seq=1
         )
         self.replay_until = await self._ctx.bus.newest(STREAM)
 
