@@ -3,7 +3,7 @@
     python -m loadtest.bank [--model DIR] [--rows 32] [--tokens 128] [--steps 5] [--repeats 3] [--swaps 40]
 
 One client sends `--rows` rows a step, then four clients a quarter of them each, through one bank in this process; each
-step is a forward_backward and an optim_step. The ratio is that of tokens per second of processor time, which other
+step is a pass of units and an optimizer step. The ratio is that of tokens per second of processor time, which other
 work on the machine disturbs least. A swap brings an adapter of rank 16 from host memory into the only slot and the
 other one out of it. The error is the largest relative difference between an adapter's gradient in a batch of five
 adapters, which differ in rank, alpha, targets and loss, and alone.
@@ -29,7 +29,7 @@ from opentinker.shared.spec import LoraSpec
 if TYPE_CHECKING:
     from opentinker.services.trainer.bank.adapter_bank import AdapterBank
     from opentinker.services.trainer.bank.base_model import BaseModel
-    from opentinker.services.trainer.bank.losses import Datum
+    from opentinker.services.trainer.bank.pass_part import Unit
 
 CLIENTS = 4
 RATIO, SWAP_MS, ERROR = 0.95, 10.0, 1e-6
@@ -43,37 +43,41 @@ MIXTURE = [
 ]
 
 
-def data_of(seed: int, rows: int, tokens: int, vocabulary: int) -> list[Datum]:
+def units_of(seed: int, rows: int, tokens: int, vocabulary: int, loss: str, scale: float = 1.0) -> list[Unit]:
+    """Return random rows, a unit each."""
     import numpy as np
 
-    from opentinker.services.trainer.bank.losses import Datum
-    from opentinker.services.trainer.data.chat import Tokens
+    from opentinker.services.trainer.tinker import losses
 
-    random, learned_T = np.random.default_rng(seed), np.arange(tokens) > 0
-    return [
-        Datum(
-            tokens=Tokens(random.integers(3, vocabulary, tokens, dtype=np.int32), learned_T),
-            behaviour_M=random.uniform(-4.5, -3.8, tokens - 1).astype(np.float32),
-            advantages_M=random.normal(size=tokens - 1).astype(np.float32),
+    random = np.random.default_rng(seed)
+    data = [
+        losses.Columns(
+            ids_N=random.integers(3, vocabulary, tokens, dtype=np.int32),
+            targets_M=random.integers(3, vocabulary, tokens, dtype=np.int32),
+            width=1,
+            factor_M=np.full(tokens, scale, np.float32),
+            behaviour_M=random.uniform(-4.5, -3.8, tokens).astype(np.float32),
+            advantages_M=random.normal(size=tokens).astype(np.float32),
         )
         for _ in range(rows)
     ]
+    return losses.units_of(data, losses.find_loss(loss, {}), most=0)
 
 
 async def speed(bank: AdapterBank, clients: int, options: argparse.Namespace) -> tuple[float, float]:
     """Return tokens per second, and per second of processor time."""
     from opentinker.services.trainer.bank.adamw import AdamSettings
     from opentinker.services.trainer.bank.bank_loop import BankLoop
-    from opentinker.services.trainer.bank.losses import Loss
+    from opentinker.services.trainer.bank.pass_part import PassOptions
 
     rows = options.rows // clients
     async with BankLoop(bank) as loop:
 
         async def train(name: str, seed: int, steps: int) -> None:
-            data = data_of(seed, rows, options.tokens, bank.base.vocabulary)
+            units = units_of(seed, rows, options.tokens, bank.base.vocabulary, "cross_entropy", 1 / rows)
             for _ in range(steps):
                 await asyncio.gather(
-                    loop.forward_backward(name, name, data, Loss(scale=1 / rows)),
+                    loop.run_units(name, name, units, PassOptions()),
                     loop.optim_step(name, name, AdamSettings(lr=1e-4, clip=1.0)),
                 )
 
@@ -102,7 +106,7 @@ def swap_ms(base: BaseModel, store: Path, swaps: int) -> float:
 def gradient_error(base: BaseModel, store: Path) -> float:
     """Return the largest of the mixture's adapters."""
     from opentinker.services.trainer.bank.adapter_bank import AdapterBank, Rows
-    from opentinker.services.trainer.bank.losses import Loss
+    from opentinker.services.trainer.bank.pass_part import PassOptions
 
     gradients = []
     for together in (True, False):
@@ -112,8 +116,8 @@ def gradient_error(base: BaseModel, store: Path) -> float:
             bank.create(str(number), lora, seed=number)
             (adapter,) = bank.residency.bring([str(number)])
             adapter.weights += 0.01 * adapter.weights.new_tensor(range(adapter.shape.size)).sin()  # B is not 0
-            data = data_of(number, 3 + number, 24 + 16 * number, base.vocabulary)
-            rows.append(Rows(str(number), data, Loss(name=loss)))  # type: ignore[arg-type]
+            units = units_of(number, 3 + number, 24 + 16 * number, base.vocabulary, loss)
+            rows.append(Rows(str(number), units, PassOptions()))
         for part in [rows] if together else [[one] for one in rows]:
             bank.run_pass(part)
         gradients.append([one.gradient.double() for one in bank.residency.bring(map(str, range(len(MIXTURE))))])

@@ -76,17 +76,18 @@ async def computation_ms(base: str, store: Path, trips: int) -> float:
     from opentinker.services.trainer.bank.adapter_bank import AdapterBank
     from opentinker.services.trainer.bank.bank_loop import BankLoop
     from opentinker.services.trainer.bank.base_model import BaseModel
-    from opentinker.services.trainer.bank.losses import Datum, Loss
-    from opentinker.services.trainer.data.chat import Tokens
+    from opentinker.services.trainer.bank.pass_part import PassOptions
+    from opentinker.services.trainer.tinker.losses import Columns, find_loss, units_of
     from opentinker.shared.spec import LoraSpec
 
     (ids,) = rows_of(0, 1, 3)
-    data = [Datum(tokens=Tokens(ids, np.arange(len(ids)) > 0))]
+    none, ones = np.empty(0, np.float32), np.ones(len(ids) - 1, np.float32)
+    units = units_of([Columns(ids[:-1], ids[1:], 1, ones, none, none)], find_loss("cross_entropy", {}), most=0)
     async with BankLoop(AdapterBank(BaseModel(base), store, slots=2)) as loop:
         await loop.create("a", "a", LoraSpec(rank=16), seed=0)
 
         async def step() -> None:
-            forward = loop.forward_backward("a", "a", data, Loss())
+            forward = loop.run_units("a", "a", units, PassOptions())
             await asyncio.gather(forward, loop.optim_step("a", "a", AdamSettings(lr=1e-4)))
 
         took = [await timed(step()) for _ in range(trips + 5)]

@@ -88,7 +88,7 @@ async def _train(bank: BankLoop, share: CpuShare, worker: LeasedWorker, lease: L
     from opentinker.services.trainer.bank.job_adapter import JobAdapter
 
     names = {policy: ".".join(filter(None, [lease.job, str(lease.epoch), policy])) for policy in spec.policies or ("",)}
-    share.tokens = lambda: sum(bank.passed[name] for name in names.values())
+    share.tokens = lambda: int(sum(bank.passed[name] for name in names.values()))
     async with AsyncExitStack() as held:
         learners = {}
         for policy, name in names.items():

@@ -16,9 +16,8 @@ from opentinker.services.trainer.bank.adapter_files import export_peft, import_p
 from opentinker.services.trainer.bank.base_model import BaseModel
 from opentinker.services.trainer.bank.capacity import Capacity, measure
 from opentinker.services.trainer.bank.limits import BankLimits, NotFinite, Refused
-from opentinker.services.trainer.bank.losses import DataPart, Datum, Loss
 from opentinker.services.trainer.bank.mixed_batch import MixedBatch, Piece, PieceResult
-from opentinker.services.trainer.bank.pass_part import PassOptions, PassPart, Unit, UnitPart
+from opentinker.services.trainer.bank.pass_part import PassOptions, PassPart, Unit
 from opentinker.services.trainer.bank.residency import Residency
 from opentinker.shared.spec import LoraSpec
 
@@ -27,11 +26,11 @@ MOST_SLOTS = 64
 
 @dataclass(frozen=True)
 class Rows:
-    """Data of one forward_backward command for a pass."""
+    """Units of one command for a pass."""
 
     adapter: str
-    data: Sequence[Datum]
-    loss: Loss
+    units: Sequence[Unit]
+    options: PassOptions
     backward: bool = True
     """False: log-probabilities and loss alone."""
     last: bool = True
@@ -39,22 +38,7 @@ class Rows:
 
     @property
     def part(self) -> PassPart:
-        return DataPart(self.data, self.loss)
-
-
-@dataclass(frozen=True)
-class UnitRows:
-    """Units of one command for a pass, likewise."""
-
-    adapter: str
-    units: Sequence[Unit]
-    options: PassOptions
-    backward: bool = True
-    last: bool = True
-
-    @property
-    def part(self) -> PassPart:
-        return UnitPart(self.units, self.options)
+        return PassPart(self.units, self.options)
 
 
 class StepResult(NamedTuple):
@@ -131,7 +115,7 @@ class AdapterBank:
                 unusable[name] = error
         return unusable
 
-    def run_pass(self, rows: Sequence[Rows | UnitRows]) -> list[PieceResult]:
+    def run_pass(self, rows: Sequence[Rows]) -> list[PieceResult]:
         """Run one packed forward and backward pass over rows of different adapters.
 
         A result that is not finite is refused: the command's gradient is dropped, the adapter is as before it, and the
@@ -152,7 +136,7 @@ class AdapterBank:
                 adapter.partial = None
         return results
 
-    def _run_pieces(self, adapters: Sequence[Adapter], rows: Sequence[Rows | UnitRows]) -> list[PieceResult]:
+    def _run_pieces(self, adapters: Sequence[Adapter], rows: Sequence[Rows]) -> list[PieceResult]:
         pieces = []
         for adapter, part in zip(adapters, rows, strict=True):
             self.base.adapt_for(adapter.shape)

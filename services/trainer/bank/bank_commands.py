@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from opentinker.services.trainer.bank.adamw import AdamSettings
-from opentinker.services.trainer.bank.adapter_bank import Rows, UnitRows
-from opentinker.services.trainer.bank.losses import F32
+from opentinker.services.trainer.bank.adapter_bank import Rows
+from opentinker.shared.types.core import F32
 
 
 class ForwardResult(NamedTuple):
     loss: float
     """Sum over the command."""
     logprobs: list[F32]
-    """[M] of each datum, M its learned tokens."""
+    """[M] of each unit, M its learned tokens."""
     waited_s: float
     """Seconds in the queue and between its passes."""
 
@@ -38,7 +38,7 @@ class BankCommand:
 @dataclass(kw_only=True)
 class ForwardCommand(BankCommand):
     units: int
-    make_rows: Callable[[int, int, bool], Rows | UnitRows]
+    make_rows: Callable[[int, int, bool], Rows]
     """From the first and after the last of its units, and whether they are its last."""
     backward: bool
     done: int = 0

@@ -1,6 +1,6 @@
 """Serves a bank to several tenants: commands come in from coroutines, passes run in one thread.
 
-forward_backward, optim_step, export --> FairQueue --> passes and steps --> results
+run_units, optim_step, export --> FairQueue --> passes and steps --> results
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ import asyncio
 import functools
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
+from weakref import WeakValueDictionary
 
 import structlog
 from torch import Tensor
 
 from opentinker.services.trainer.bank.adamw import AdamSettings, check_settings
 from opentinker.services.trainer.bank.adapter import Adapter
-from opentinker.services.trainer.bank.adapter_bank import AdapterBank, Rows, StepResult, UnitRows
+from opentinker.services.trainer.bank.adapter_bank import AdapterBank, Rows, StepResult
 from opentinker.services.trainer.bank.bank_commands import (
     BankCommand,
     CallCommand,
@@ -31,12 +31,11 @@ from opentinker.services.trainer.bank.bank_commands import (
 )
 from opentinker.services.trainer.bank.fair_queue import FairQueue, Waiting
 from opentinker.services.trainer.bank.limits import BankEnded, NotFinite
-from opentinker.services.trainer.bank.losses import Datum, Loss, check_data, check_loss
 from opentinker.services.trainer.bank.mixed_batch import PieceResult
 from opentinker.services.trainer.bank.pass_budget import PassBudget
 from opentinker.services.trainer.bank.pass_part import PassOptions, Unit
+from opentinker.services.trainer.bank.tenant_totals import TenantTotals
 from opentinker.shared.asyncio_tools import Notifier
-from opentinker.shared.nn.packing import pack
 from opentinker.shared.spec import LoraSpec
 from opentinker.shared.types.errors import NotFound, OpenTinkerError
 
@@ -62,12 +61,12 @@ class BankLoop:
         self._slots = asyncio.Lock()
         """Held from the load of adapters to the end of their pass, and while an adapter is added: adding evicts."""
         self._wake, self._finished = asyncio.Event(), Notifier()
-        self._rooms: dict[str, asyncio.Lock] = {}
+        self._rooms: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """Held by the tenant's first one that waits for room."""
-        self.passed: Counter[str] = Counter()
-        """Tokens that went through passes, by tenant."""
-        self.waited_s: dict[str, float] = {}
-        """Seconds that commands waited for others', by tenant."""
+        self.passed = TenantTotals()
+        """Tokens that went through passes."""
+        self.waited_s = TenantTotals()
+        """Seconds that commands waited for others'."""
         self._recent: set[str] = set()
         """Adapters of the last pass that could have had more."""
 
@@ -139,32 +138,11 @@ class BankLoop:
                     self._thread.submit(undo)  # the only thread: after `add`, if that has begun
                 raise
 
-    async def forward_backward(
-        self, tenant: str, adapter: str, data: Sequence[Datum], loss: Loss, *, backward: bool = True
-    ) -> ForwardResult:
-        """Add the gradient of a loss to the adapter's sum; without `backward`, compute the loss alone. Raises Refused
-        or NotFound, and then has changed nothing."""
-        check_loss(loss)
-        check_data(data, loss, self.bank.base.vocabulary)
-        lengths = [len(datum.tokens) for datum in data]
-        limits = self.bank.limits
-        limits.check_lengths(lengths)
-        limits.check_waiting(self._queue.tokens(tenant), sum(lengths))
-        is_alone = adapter in self.bank.residency.deterministic
-        units = pack(lengths, limits.datum_tokens) if is_alone else [[n] for n in range(len(data))]
-        answer: asyncio.Future[ForwardResult] = asyncio.get_running_loop().create_future()
-
-        def rows(start: int, end: int, last: bool) -> Rows:
-            return Rows(adapter, [data[n] for unit in units[start:end] for n in unit], loss, backward, last)
-
-        command = ForwardCommand(answer=answer, units=len(units), make_rows=rows, backward=backward)
-        self._push(tenant, adapter, command, [sum(lengths[n] for n in unit) for unit in units])
-        return await answer
-
     async def run_units(
         self, tenant: str, adapter: str, units: Sequence[Unit], options: PassOptions, *, backward: bool = True
     ) -> ForwardResult:
-        """The same for units whose losses the tenant computes; `logprobs` has an entry for each unit."""
+        """Add the gradient of the units' losses to the adapter's sum; without `backward`, compute the losses alone.
+        Raises Refused or NotFound, and then has changed nothing."""
         limits, tokens = self.bank.limits, [unit.tokens for unit in units]
         limits.check_lengths(tokens)
         limits.check_waiting(self._queue.tokens(tenant), sum(tokens))
@@ -175,8 +153,8 @@ class BankLoop:
     ) -> asyncio.Future[ForwardResult]:
         """The same, in the queue when it returns, for a tenant that bounds its commands by `wait_for_room`."""
 
-        def rows(start: int, end: int, last: bool) -> UnitRows:
-            return UnitRows(adapter, units[start:end], options, backward, last)
+        def rows(start: int, end: int, last: bool) -> Rows:
+            return Rows(adapter, units[start:end], options, backward, last)
 
         answer: asyncio.Future[ForwardResult] = asyncio.get_running_loop().create_future()
         command = ForwardCommand(answer=answer, units=len(units), make_rows=rows, backward=backward)
@@ -189,7 +167,8 @@ class BankLoop:
         unit, too."""
         limits = self.bank.limits
         tokens = min(tokens, limits.command_tokens)
-        async with self._rooms.setdefault(tenant, asyncio.Lock()):
+        room = self._rooms.setdefault(tenant, asyncio.Lock())
+        async with room:
             while True:
                 self._require_running()
                 waiting, commands = self._queue.tokens(tenant), self._queue.commands(tenant)
@@ -358,7 +337,7 @@ class BankLoop:
             command, count = waiting.command, counts[id(waiting)]
             assert isinstance(command, ForwardCommand)
             own = sum(waiting.units[waiting.taken - count : waiting.taken])
-            self.passed[waiting.tenant] += own
+            self.passed.add(waiting.tenant, own)
             tokens += own
             start, command.done = command.done, command.done + count
             rows.append(command.make_rows(start, command.done, command.done == command.units))
@@ -375,7 +354,7 @@ class BankLoop:
             else:
                 self._take_result(waiting, result)
 
-    async def _results(self, rows: Sequence[Rows | UnitRows]) -> list[PieceResult | Exception]:
+    async def _results(self, rows: Sequence[Rows]) -> list[PieceResult | Exception]:
         """Run a pass. If it raises, run its commands one at a time: the exception is the result of the one at fault."""
         try:
             return list(await self._in_thread(lambda: self.bank.run_pass(rows)))
@@ -404,7 +383,7 @@ class BankLoop:
         self._queue.finish(waiting)
         self._finished.ring()
         command, answer = waiting.command, waiting.command.answer
-        self.waited_s[waiting.tenant] = self.waited_s.get(waiting.tenant, 0.0) + command.waited_s
+        self.waited_s.add(waiting.tenant, command.waited_s)
         if answer.done():
             return  # cancelled meanwhile
         if isinstance(result, Exception):

@@ -14,7 +14,7 @@ from opentinker.services.trainer.bank.adapter import Adapter
 from opentinker.services.trainer.bank.base_model import BaseModel
 from opentinker.services.trainer.bank.limits import BankLimits
 from opentinker.services.trainer.bank.mixed_batch import MixedBatch, Piece
-from opentinker.services.trainer.bank.pass_part import PassOptions, Unit, UnitPart
+from opentinker.services.trainer.bank.pass_part import PassOptions, PassPart, Unit
 from opentinker.shared.nn.layout import layout
 from opentinker.shared.runtime.memory import memory_bytes, peak_bytes, reset_peak
 from opentinker.shared.spec import LoraSpec
@@ -70,7 +70,7 @@ def _peak(base: BaseModel, adapters: Sequence[Adapter], limits: BankLimits) -> i
         rows.append(max(2, rest))
     units, share = [_random_unit(base.vocabulary, tokens) for tokens in rows], math.ceil(len(rows) / len(adapters))
     pieces = [
-        Piece(one, UnitPart(own, DEAREST), torch.zeros_like(one.weights))
+        Piece(one, PassPart(own, DEAREST), torch.zeros_like(one.weights))
         for n, one in enumerate(adapters)
         if (own := units[n * share : (n + 1) * share] or units[:1])
     ]

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Generic, TypeVar
 
+from opentinker.services.trainer.bank.tenant_totals import MOST_TENANTS
+
 T = TypeVar("T")
 
 
@@ -59,7 +61,7 @@ class FairQueue(Generic[T]):
         """Tenants whose units could not share the last pass. They had their turns in it and spend them now."""
         self._choices = 0
         self._last_steps: dict[str, int] = {}
-        """Number of the last choice of steps that each tenant was part of."""
+        """Number of the last choice of steps that each tenant was part of, for the latest tenants."""
 
     def __len__(self) -> int:
         return sum(len(commands) for one in self._tenants.values() for commands in one.adapters.values())
@@ -119,7 +121,11 @@ class FairQueue(Generic[T]):
         ready = {name: [one for one in tenant.heads() if not one.units] for name, tenant in self._tenants.items()}
         turns = [ready[name] for name in sorted(ready, key=lambda name: self._last_steps.get(name, 0))]
         chosen = [one for round_ in zip_longest(*turns) for one in round_ if one is not None][:most]
-        self._last_steps |= {one.tenant: self._choices for one in chosen}
+        for one in chosen:
+            self._last_steps.pop(one.tenant, None)
+            self._last_steps[one.tenant] = self._choices
+        for name in list(self._last_steps)[:-MOST_TENANTS]:
+            del self._last_steps[name]
         return chosen
 
     def take(self, tokens: int, adapters: int) -> list[tuple[Waiting[T], int]]:

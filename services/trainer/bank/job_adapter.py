@@ -17,10 +17,10 @@ from opentinker.services.trainer.bank.adapter_bank import StepResult
 from opentinker.services.trainer.bank.bank_loop import BankLoop
 from opentinker.services.trainer.bank.base_model import BaseModel
 from opentinker.services.trainer.bank.limits import NotFinite, Refused
-from opentinker.services.trainer.bank.losses import F32
 from opentinker.services.trainer.bank.pass_part import PassOptions, Unit
 from opentinker.services.trainer.learners.base import Interrupted
 from opentinker.shared.spec import LoraSpec
+from opentinker.shared.types.core import F32
 from opentinker.shared.types.errors import JobFailed, NotFound, OpenTinkerError
 
 T = TypeVar("T")
@@ -48,7 +48,7 @@ class JobAdapter:
     @property
     def waited_s(self) -> float:
         """Seconds that its commands have waited for those of other jobs."""
-        return self.bank.waited_s.get(self.name, 0.0)
+        return self.bank.waited_s[self.name]
 
     def create(self, lora: LoraSpec, seed: int, *, deterministic: bool = False) -> None:
         """Add the adapter as a job with this seed begins; an earlier one of this name is removed."""

@@ -15,12 +15,12 @@ from torch import Tensor
 from opentinker.services.trainer.bank.adapted_linear import Segment
 from opentinker.services.trainer.bank.adapter import Adapter
 from opentinker.services.trainer.bank.base_model import BaseModel
-from opentinker.services.trainer.bank.losses import F32
 from opentinker.services.trainer.bank.pass_part import PassPart, Scores
 from opentinker.services.trainer.bank.sole_adapter import SoleAdapter, deterministic_algorithms
 from opentinker.shared.nn.forward import token_scores
 from opentinker.shared.nn.layout import Layout, join
 from opentinker.shared.nn.models import autocast
+from opentinker.shared.types.core import F32
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Piece:
 class PieceResult(NamedTuple):
     loss: float
     logprobs: list[F32]
-    """[M] of each datum or unit."""
+    """[M] of each unit."""
     is_finite: bool
     """Whether loss and gradient are finite."""
 

@@ -1,7 +1,6 @@
-"""What a command contributes to a pass: a layout of tokens, and the loss of their scores.
+"""What a command contributes to a pass: units, each a layout of tokens with the loss of their scores.
 
-A tenant of the bank sends data with the name of a loss (`losses.DataPart`). A job of this server computes its losses
-itself, from units that its learner has packed (`UnitPart`).
+A job's learner packs its micro-batches, and `tinker/losses.py` the data of the Tinker API.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,21 +41,6 @@ class PassOptions:
     """False: by the base without the adapter."""
 
 
-class PassPart(Protocol):
-    @property
-    def plan(self) -> Layout:
-        """Layout on the CPU, with temperatures."""
-
-    @property
-    def options(self) -> PassOptions: ...
-
-    @property
-    def counts(self) -> list[int]:
-        """Learned tokens of each of its rows or units."""
-
-    def loss(self, scores: Scores) -> Tensor: ...
-
-
 @dataclass(frozen=True)
 class Unit:
     """Sequences that stay together in a pass."""
@@ -70,18 +54,22 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class UnitPart:
+class PassPart:
+    """Units of a command in a pass, whose losses its tenant computes from their scores."""
+
     units: Sequence[Unit]
     options: PassOptions
 
     @cached_property
     def plan(self) -> Layout:
+        """Layout on the CPU, with temperatures."""
         heat = self.options.temperature
         plans = [replace(u.plan, temperatures_U=torch.full((len(u.plan.targets_U),), heat)) for u in self.units]
         return plans[0] if len(plans) == 1 else join(plans)
 
     @cached_property
     def counts(self) -> list[int]:
+        """Learned tokens of each unit."""
         return [len(unit.plan.selected_M) for unit in self.units]
 
     def loss(self, scores: Scores) -> Tensor:

@@ -22,7 +22,6 @@ from opentinker.services.trainer.bank.adapter_files import CONFIG
 from opentinker.services.trainer.bank.adapter_tensors import MOMENTS, matrices, read_checkpoint, trainer_tensors
 from opentinker.services.trainer.bank.job_adapter import JobAdapter
 from opentinker.services.trainer.bank.limits import NotFinite
-from opentinker.services.trainer.bank.losses import F32
 from opentinker.services.trainer.bank.pass_part import PassOptions, Scores, Unit
 from opentinker.services.trainer.batch.micro_batch import MicroBatch
 from opentinker.services.trainer.batch.row_batch import RowBatch, row_batches
@@ -37,7 +36,7 @@ from opentinker.services.trainer.learners.supervised import SupervisedLearner
 from opentinker.shared.nn.layout import Layout
 from opentinker.shared.nn.models import load_tokenizer
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.types.core import WeightVersion
+from opentinker.shared.types.core import F32, WeightVersion
 from opentinker.shared.types.errors import JobFailed
 from opentinker.shared.types.manifest import ADAPTER
 from opentinker.shared.types.trajectories import Group

@@ -7,10 +7,10 @@ import math
 import re
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -20,23 +20,23 @@ from opentinker.services.trainer.bank.adapter_bank import AdapterBank, Rows
 from opentinker.services.trainer.bank.bank_commands import ForwardResult
 from opentinker.services.trainer.bank.bank_loop import BankLoop
 from opentinker.services.trainer.bank.limits import Refused
-from opentinker.services.trainer.bank.losses import Datum, Loss
 from opentinker.services.trainer.bank.mixed_batch import PieceResult
-from opentinker.services.trainer.data.chat import Tokens
+from opentinker.services.trainer.bank.pass_part import PassOptions, Unit
 from opentinker.shared.spec import LoraSpec
 from opentinker.shared.types.errors import NotFound
 from tests.conftest import WAIT_S, until
-from tests.unit.trainer.bank.conftest import LIMITS, TENANTS, MakeBank, add_tenant, some_data
+from tests.unit.trainer.bank.conftest import LIMITS, TENANTS, MakeBank, Task, add_tenant, some_data, some_units
 
 LORA = LoraSpec(rank=4, alpha=8.0)
 
 
 async def run_tenant(loop: BankLoop, number: int, steps: int = 3) -> list[float]:
     """Train as a client does: the step is sent before the gradient's result is there. Returns the losses."""
-    _, loss, lr = TENANTS[number % len(TENANTS)]
+    _, task, lr = TENANTS[number % len(TENANTS)]
     losses = []
     for step in range(steps):
-        forward = loop.forward_backward(f"tenant{number}", f"t{number}", some_data(100 * number + step, rows=9), loss)
+        units = some_units(100 * number + step, rows=9, task=task)
+        forward = loop.run_units(f"tenant{number}", f"t{number}", units, task.pass_options)
         stepping = loop.optim_step(f"tenant{number}", f"t{number}", AdamSettings(lr=lr, clip=1.0))
         result, stepped = await asyncio.gather(forward, stepping)
         assert stepped.steps == step + 1
@@ -74,42 +74,13 @@ async def test_eight_tenants_on_three_slots_equal_eight_single_runs(make_bank: M
             assert (found - expected).norm() < 1e-2 * one_step
 
 
-async def test_bad_commands_are_refused_by_name_and_change_nothing(make_bank: MakeBank) -> None:
+async def test_bad_commands_are_refused_and_change_nothing(make_bank: MakeBank) -> None:
     bank = make_bank()
-    data = some_data(0)
-    learned = int(data[1].tokens.learned_T.sum())
-    spoiled = np.full(learned, np.nan, np.float32)
-
-    def second(**changes: Any) -> list[Any]:
-        return [data[0], msgspec.structs.replace(data[1], **changes)]
-
-    long = some_data(0, rows=LIMITS.command_tokens // 8)
-    tokens = data[1].tokens
-    ppo = Loss(name="ppo")
+    long = some_units(0, rows=LIMITS.command_tokens // 8)
     async with BankLoop(bank) as loop:
         await loop.create("x", "a", LORA, seed=0)
-        for bad, loss, problem in (
-            ([], ppo, "no data"),
-            (second(weights_M=spoiled), ppo, "datum 1 has weights that are not finite"),
-            (second(advantages_M=None), ppo, "datum 1 has no advantages"),
-            (second(behaviour_M=spoiled[1:]), ppo, f"datum 1 has {learned} learned tokens and log-prob"),
-            (second(tokens=msgspec.structs.replace(tokens, ids_T=tokens.ids_T + 60)), ppo, "outside of the vocabulary"),
-            (second(tokens=msgspec.structs.replace(tokens, ids_T=tokens.ids_T[1:])), ppo, "a mask of"),
-            (
-                second(tokens=msgspec.structs.replace(tokens, learned_T=tokens.learned_T & False)),
-                ppo,
-                "no learned token",
-            ),
-            (second(tokens=msgspec.structs.replace(tokens, learned_T=tokens.learned_T | True)), Loss(), "first token"),
-            (long, ppo, "send them in several commands"),
-            (data, Loss(name="zzz"), "loss 'zzz' is unknown; choose one of cross_entropy, "),  # type: ignore[arg-type]
-            (data, Loss(name="ppo", options={"beta": 1.0}), "no option 'beta'; it has clip_low, clip_high"),
-            (data, Loss(name="dro", options={"beta": -1.0}), "must be 0 or more"),
-            (data, Loss(scale=float("nan")), "scale = nan"),
-            (data, Loss(temperature=0.0), "temperature = 0.0"),
-        ):
-            with pytest.raises(Refused, match=problem):
-                await loop.forward_backward("x", "a", bad, loss)
+        with pytest.raises(Refused, match="send them in several commands"):
+            await loop.run_units("x", "a", long, PassOptions())
         for settings, problem in (
             (AdamSettings(lr=-1.0), "lr = -1.0"),
             (AdamSettings(lr=1.0, beta2=1.0), "beta2 = 1.0"),
@@ -118,23 +89,26 @@ async def test_bad_commands_are_refused_by_name_and_change_nothing(make_bank: Ma
             with pytest.raises(Refused, match=problem):
                 await loop.optim_step("x", "a", settings)
         with pytest.raises(NotFound, match="no adapter 'b'"):
-            await loop.forward_backward("x", "b", data, Loss())
+            await loop.run_units("x", "b", some_units(0), PassOptions())
         (adapter,) = bank.residency.bring(["a"])
         assert adapter.steps == 0 and not adapter.gradient.any()
 
 
 async def test_longest_datum_is_accepted_and_a_longer_one_refused(make_bank: MakeBank) -> None:
+    (short,) = some_data(0, rows=1)
+
+    def of(tokens: int) -> list[Unit]:
+        columns: dict[str, Any] = {
+            name: np.resize(getattr(short, name), tokens) for name in ("ids_N", "targets_M", "factor_M")
+        }
+        return Task().units([replace(short, **columns)])
+
     async with BankLoop(make_bank()) as loop:
         await loop.create("x", "a", LORA, seed=0)
-        for extra in (0, 1):
-            ids_T = np.full(LIMITS.datum_tokens + extra, 7, np.int32)
-            datum = Datum(tokens=Tokens(ids_T, np.arange(len(ids_T)) > 0))
-            if extra:
-                with pytest.raises(Refused, match="datum 0 has 33 tokens, and at most 32"):
-                    await loop.forward_backward("x", "a", [datum], Loss())
-            else:
-                result = await loop.forward_backward("x", "a", [datum], Loss())
-                assert len(result.logprobs[0]) == LIMITS.datum_tokens - 1
+        result = await loop.run_units("x", "a", of(LIMITS.datum_tokens), PassOptions())
+        assert len(result.logprobs[0]) == LIMITS.datum_tokens
+        with pytest.raises(Refused, match="datum 0 has 33 tokens, and at most 32"):
+            await loop.run_units("x", "a", of(LIMITS.datum_tokens + 1), PassOptions())
 
 
 async def test_nan_weights_and_overflow_harm_their_tenant_alone(make_bank: MakeBank) -> None:
@@ -144,9 +118,9 @@ async def test_nan_weights_and_overflow_harm_their_tenant_alone(make_bank: MakeB
     bank.residency.bring(["t0"])[0].weights[3] = float("nan")
     async with BankLoop(bank) as loop:
         spoiled, fine, large = await asyncio.gather(
-            loop.forward_backward("tenant0", "t0", some_data(0), Loss()),
-            loop.forward_backward("tenant1", "t1", some_data(1), Loss()),
-            loop.forward_backward("tenant2", "t2", some_data(2), Loss(scale=1e38)),
+            loop.run_units("tenant0", "t0", some_units(0), PassOptions()),
+            loop.run_units("tenant1", "t1", some_units(1), PassOptions()),
+            loop.run_units("tenant2", "t2", some_units(2, task=Task(scale=1e38)), PassOptions()),
             return_exceptions=True,
         )
         assert isinstance(spoiled, Refused) and "loss nan" in str(spoiled)
@@ -163,7 +137,7 @@ async def test_damaged_file_harms_its_adapter_alone(make_bank: MakeBank) -> None
     path.write_bytes(path.read_bytes()[:100])
     async with BankLoop(bank) as loop:
         damaged, fine, no_step, step = await asyncio.gather(
-            *(loop.forward_backward(f"tenant{n}", f"t{n}", some_data(n), Loss()) for n in (0, 1)),
+            *(loop.run_units(f"tenant{n}", f"t{n}", some_units(n), PassOptions()) for n in (0, 1)),
             *(loop.optim_step(f"tenant{n}", f"t{n}", AdamSettings(lr=1e-3)) for n in (0, 1)),
             return_exceptions=True,
         )
@@ -194,17 +168,17 @@ async def test_a_flood_is_bounded_and_others_pass_it(make_bank: MakeBank) -> Non
     async with BankLoop(bank) as loop:
         for name in ("flood", "small"):
             await loop.create(name, name, LORA, seed=0)
-        data = some_data(0, rows=24, shared=False)
+        data = some_units(0, rows=24, shared=False)
         order: list[str] = []
 
         async def send(tenant: str, rows: int) -> None:
-            await loop.forward_backward(tenant, tenant, data[:rows], Loss())
+            await loop.run_units(tenant, tenant, data[:rows], PassOptions())
             order.append(tenant)
 
         flood = [asyncio.create_task(send("flood", 24)) for _ in range(3)]
         await asyncio.sleep(0)
         with pytest.raises(Refused, match="wait for results before sending more"):
-            await loop.forward_backward("flood", "flood", data, Loss())
+            await loop.run_units("flood", "flood", data, PassOptions())
         small = asyncio.create_task(send("small", 1))
         await asyncio.sleep(0)
         assert re.fullmatch("slots 2/8, [34] waiting for tokens", loop.queue_reason)
@@ -227,17 +201,17 @@ async def test_cancelled_command_leaves_no_part_of_its_gradient(
     monkeypatch.setattr(bank, "run_pass", held)
     async with BankLoop(bank) as loop:
         await loop.create("x", "a", LORA, seed=0)
-        cancelled = asyncio.create_task(loop.forward_backward("x", "a", some_data(0, rows=24, shared=False), Loss()))
+        cancelled = asyncio.create_task(loop.run_units("x", "a", some_units(0, rows=24, shared=False), PassOptions()))
         await until(lambda: any(waiting.taken for waiting in loop._queue))
         cancelled.cancel()
         go.set()
-        await loop.forward_backward("x", "a", some_data(1), Loss())
+        await loop.run_units("x", "a", some_units(1), PassOptions())
         (found,) = bank.residency.bring(["a"])
         gradient = found.gradient.clone()
     alone = make_bank()
     async with BankLoop(alone) as loop:
         await loop.create("x", "a", LORA, seed=0)
-        await loop.forward_backward("x", "a", some_data(1), Loss())
+        await loop.run_units("x", "a", some_units(1), PassOptions())
         torch.testing.assert_close(gradient, alone.residency.bring(["a"])[0].gradient, rtol=1e-4, atol=1e-6)
 
 
@@ -246,7 +220,7 @@ async def test_export_and_removal_have_their_place_among_commands(make_bank: Mak
     async with BankLoop(bank) as loop:
         await loop.create("x", "a", LORA, seed=0)
         asked = [
-            loop.forward_backward("x", "a", some_data(0), Loss()),
+            loop.run_units("x", "a", some_units(0), PassOptions()),
             loop.optim_step("x", "a", AdamSettings(lr=0.1)),
             loop.export_peft("x", "a", tmp_path),
             loop.optim_step("x", "a", AdamSettings(lr=0.1)),
@@ -273,4 +247,4 @@ async def test_commands_do_not_outlive_a_crashed_loop(make_bank: MakeBank, monke
         async with BankLoop(bank) as loop:
             await loop.create("x", "a", LORA, seed=0)
             with pytest.raises(asyncio.CancelledError):
-                await loop.forward_backward("x", "a", some_data(0), Loss())
+                await loop.run_units("x", "a", some_units(0), PassOptions())

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from opentinker.services.trainer.bank.adapter_bank import AdapterBank, Rows, UnitRows
+from opentinker.services.trainer.bank.adapter_bank import AdapterBank, Rows
 from opentinker.services.trainer.bank.bank_loop import BankLoop
 from opentinker.services.trainer.bank.base_model import BaseModel
 from opentinker.services.trainer.bank.job_adapter import JobAdapter
@@ -115,8 +115,8 @@ def test_a_job_next_to_busy_ones_has_the_bits_of_a_trainer_to_itself(
     bank = AdapterBank(BaseModel(str(base), spec.model.dtype), tmp_path / "bank", LIMITS, slots=3)
     passes, run_pass = list[list[str]](), bank.run_pass
 
-    def recorded(rows: Sequence[Rows | UnitRows]) -> list[PieceResult]:
-        passes.append([part.adapter for part in rows for _ in getattr(part, "units", ())])
+    def recorded(rows: Sequence[Rows]) -> list[PieceResult]:
+        passes.append([part.adapter for part in rows for _ in part.units])
         return run_pass(rows)
 
     monkeypatch.setattr(bank, "run_pass", recorded)

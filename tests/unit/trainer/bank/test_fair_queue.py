@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opentinker.services.trainer.bank.fair_queue import FairQueue, Waiting
+from opentinker.services.trainer.bank.tenant_totals import MOST_TENANTS
 
 QUANTUM, PASS = 32, 100
 UNITS = st.lists(st.integers(1, QUANTUM), min_size=1, max_size=12)
@@ -108,6 +109,15 @@ def test_a_step_holds_back_later_commands_of_its_adapter_alone() -> None:
     (step,) = [w for w in queue.heads() if not w.units]
     queue.finish(step)
     assert [(w.command, count) for w, count in queue.take(PASS, 8)] == [(1, 1)]
+
+
+def test_turns_with_steps_are_remembered_of_the_latest_tenants() -> None:
+    queue = FairQueue[int](QUANTUM)
+    for number in range(MOST_TENANTS + 3):
+        queue.push(Waiting(f"t{number}", f"a{number}", 0, []))
+        (step,) = queue.steps(1)
+        queue.finish(step)
+    assert len(queue._last_steps) == MOST_TENANTS and f"t{MOST_TENANTS + 2}" in queue._last_steps
 
 
 def test_tenants_take_turns_with_steps() -> None:

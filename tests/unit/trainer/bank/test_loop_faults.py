@@ -18,12 +18,12 @@ from opentinker.services.trainer.bank.adapter_bank import AdapterBank
 from opentinker.services.trainer.bank.bank_commands import ForwardResult
 from opentinker.services.trainer.bank.bank_loop import BankLoop
 from opentinker.services.trainer.bank.limits import Refused
-from opentinker.services.trainer.bank.losses import Loss
 from opentinker.services.trainer.bank.mixed_batch import MixedBatch
+from opentinker.services.trainer.bank.pass_part import PassOptions
 from opentinker.shared.spec import LoraSpec
 from opentinker.shared.types.errors import NotFound, OpenTinkerError
 from tests.conftest import WAIT_S, until
-from tests.unit.trainer.bank.conftest import LIMITS, MakeBank, add_tenant, some_data
+from tests.unit.trainer.bank.conftest import LIMITS, MakeBank, add_tenant, some_units
 
 LORA = LoraSpec(rank=4, alpha=8.0)
 
@@ -60,14 +60,14 @@ async def test_cancelled_pair_does_not_step(
         await loop.create("x", "a", LORA, seed=0)
         hold = Hold(monkeypatch, bank, method)
         pair = asyncio.gather(
-            loop.forward_backward("x", "a", some_data(0, rows=rows, shared=False), Loss()),
+            loop.run_units("x", "a", some_units(0, rows=rows, shared=False), PassOptions()),
             loop.optim_step("x", "a", AdamSettings(lr=1e-3)),
         )
         await until(hold.entered.is_set)
         pair.cancel()
         hold.go.set()
         await until(lambda: not len(loop._queue))
-        await loop.forward_backward("x", "a", some_data(1), Loss(), backward=False)
+        await loop.run_units("x", "a", some_units(1), PassOptions(), backward=False)
         (adapter,) = bank.residency.bring(["a"])
         assert adapter.steps == 0 and not adapter.gradient.any() and adapter.partial is None
 
@@ -93,7 +93,7 @@ async def test_cancelled_and_failed_removals_leave_the_adapter(
     async with BankLoop(bank) as loop:
         await loop.create("x", "a", LORA, seed=0)
         hold = Hold(monkeypatch, bank, "run_pass")
-        forward = asyncio.create_task(loop.forward_backward("x", "a", some_data(0), Loss()))
+        forward = asyncio.create_task(loop.run_units("x", "a", some_units(0), PassOptions()))
         await until(hold.entered.is_set)
         removal = asyncio.create_task(loop.remove("x", "a"))
         await asyncio.sleep(0)
@@ -134,7 +134,7 @@ async def test_adapters_of_others_are_not_found(make_bank: MakeBank, tmp_path: P
     async with BankLoop(make_bank()) as loop:
         await loop.create("x", "a", LORA, seed=0)
         for command in (
-            loop.forward_backward("y", "a", some_data(0), Loss()),
+            loop.run_units("y", "a", some_units(0), PassOptions()),
             loop.optim_step("y", "a", AdamSettings(lr=1e-3)),
             loop.export_peft("y", "a", tmp_path / "a"),
             loop.remove("y", "a"),
@@ -169,7 +169,7 @@ async def test_errors_of_a_load_are_the_answer_of_their_command_alone(
     async with BankLoop(bank) as loop:
         for _ in range(2):
             spoiled, fine, no_step, step = await asyncio.gather(
-                *(loop.forward_backward(f"tenant{n}", f"t{n}", some_data(n), Loss()) for n in (0, 1)),
+                *(loop.run_units(f"tenant{n}", f"t{n}", some_units(n), PassOptions()) for n in (0, 1)),
                 *(loop.optim_step(f"tenant{n}", f"t{n}", AdamSettings(lr=1e-3)) for n in (0, 1)),
                 return_exceptions=True,
             )
@@ -182,8 +182,8 @@ async def test_half_a_command_does_not_outlive_the_loop(make_bank: MakeBank, mon
     async with BankLoop(bank) as loop:
         await loop.create("x", "a", LORA, seed=0)
         hold = Hold(monkeypatch, bank, "run_pass")
-        data = some_data(0, rows=24, shared=False)
-        forward = asyncio.create_task(loop.forward_backward("x", "a", data, Loss()))
+        data = some_units(0, rows=24, shared=False)
+        forward = asyncio.create_task(loop.run_units("x", "a", data, PassOptions()))
         await until(hold.entered.is_set)
         assert bank.residency._resident["a"].partial is not None
         asyncio.get_running_loop().call_soon(hold.go.set)
@@ -207,7 +207,7 @@ async def test_steps_do_not_hold_up_passes_and_waiting_ones_are_bounded(make_ban
         await asyncio.sleep(0)
         with pytest.raises(Refused, match="20 commands of yours are in the queue"):
             await loop.optim_step("steps", "steps", AdamSettings(lr=1e-3))
-        await loop.forward_backward("rows", "rows", some_data(0, rows=1), Loss())
+        await loop.run_units("rows", "rows", some_units(0, rows=1), PassOptions())
         assert len(order) <= 3
         await asyncio.gather(*steps)
 
@@ -227,7 +227,7 @@ async def test_commands_after_a_crash_of_the_loop_are_refused(
             with monkeypatch.context() as context:
                 context.setattr(loop._queue, "take", crash)
                 with pytest.raises(asyncio.CancelledError):
-                    await loop.forward_backward("x", "a", some_data(0), Loss())
+                    await loop.run_units("x", "a", some_units(0), PassOptions())
             for command in (loop.remove("x", "a"), loop.create("x", "b", LORA, seed=0)):
                 with pytest.raises(OpenTinkerError, match="has ended"):
                     await asyncio.wait_for(command, WAIT_S)
@@ -251,11 +251,11 @@ async def test_a_pass_that_raises_ends_the_command_at_fault_alone(
         return found
 
     monkeypatch.setattr(MixedBatch, "run", run_or_fail)
-    data = some_data(1, rows=rows, shared=False)
+    data = some_units(1, rows=rows, shared=False)
     async with BankLoop(bank) as loop:
         spoiled, fine = await asyncio.gather(
-            loop.forward_backward("tenant0", "t0", some_data(0, rows=24, shared=False), Loss()),
-            loop.forward_backward("tenant1", "t1", data, Loss()),
+            loop.run_units("tenant0", "t0", some_units(0, rows=24, shared=False), PassOptions()),
+            loop.run_units("tenant1", "t1", data, PassOptions()),
             return_exceptions=True,
         )
         assert isinstance(spoiled, MemoryError) and isinstance(fine, ForwardResult) and passes[0] == 2
@@ -263,7 +263,7 @@ async def test_a_pass_that_raises_ends_the_command_at_fault_alone(
         assert not found["t0"].any()
         await loop.write("tenant1", "t1", {}, None)
         passes[:] = [1]
-        await loop.forward_backward("tenant1", "t1", data, Loss())
+        await loop.run_units("tenant1", "t1", data, PassOptions())
         (again,) = bank.residency.bring(["t1"])
         assert torch.allclose(found["t1"], again.gradient, rtol=1e-4, atol=1e-6) and again.gradient.any()
 
@@ -297,10 +297,25 @@ async def test_waiting_for_other_tenants_is_told_apart_from_a_tenants_own_passes
         for name in ("x", "y"):
             await loop.create(name, name, LORA, seed=0)
         hold = Hold(monkeypatch, bank, "run_pass")
-        first = asyncio.create_task(loop.forward_backward("x", "x", some_data(0), Loss()))
+        first = asyncio.create_task(loop.run_units("x", "x", some_units(0), PassOptions()))
         await until(hold.entered.is_set)
-        second = asyncio.create_task(loop.forward_backward("y", "y", some_data(1), Loss()))
+        second = asyncio.create_task(loop.run_units("y", "y", some_units(1), PassOptions()))
         await asyncio.sleep(0.3)  # what is measured
         hold.go.set()
         await asyncio.gather(first, second)
         assert loop.waited_s["y"] >= 0.25 and loop.waited_s["x"] < loop.waited_s["y"]
+
+
+async def test_what_is_kept_of_tenants_is_bounded(make_bank: MakeBank, monkeypatch: pytest.MonkeyPatch) -> None:
+    bank = make_bank()
+    async with BankLoop(bank) as loop:
+        for totals in (loop.passed, loop.waited_s):
+            monkeypatch.setattr(totals, "_most", 2)
+        for name in ("x", "y", "z", "y"):
+            await loop.wait_for_room(name)
+            if name not in bank.residency:
+                await loop.create(name, name, LORA, seed=0)
+            await loop.run_units(name, name, some_units(0, rows=1), PassOptions())
+        tokens = some_units(0, rows=1)[0].tokens
+        assert [loop.passed[name] for name in "xyz"] == [0, 2 * tokens, tokens] and len(loop.waited_s) == 2
+        assert not len(loop._rooms)

@@ -5,16 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import msgspec
 import numpy as np
 import pytest
 import torch
 
 from opentinker.services.trainer.bank.adamw import AdamSettings
 from opentinker.services.trainer.bank.adapter_bank import AdapterBank, StepResult
-from opentinker.services.trainer.bank.losses import F32, Datum, Loss
 from opentinker.shared.nn.layout import join, layout
-from tests.unit.trainer.bank.conftest import TENANTS, MakeBank, add_tenant, rows_of, some_data
+from tests.unit.trainer.bank.conftest import TENANTS, MakeBank, Task, add_tenant, rows_of, some_data, some_units
 
 
 def filled(bank: AdapterBank, tenants: range) -> AdapterBank:
@@ -25,10 +23,6 @@ def filled(bank: AdapterBank, tenants: range) -> AdapterBank:
 
 def gradient(bank: AdapterBank, number: int) -> torch.Tensor:
     return bank.residency.bring([f"t{number}"])[0].gradient
-
-
-def nan_like(datum: Datum) -> F32:
-    return np.full(int(datum.tokens.learned_T.sum()), np.nan, np.float32)
 
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -52,9 +46,9 @@ def test_parts_of_a_command_add_up_to_the_command(make_bank: MakeBank) -> None:
     cut, whole = filled(make_bank(), range(2)), filled(make_bank(), range(2))
     rows = rows_of(1)
     whole.run_pass([rows])
-    cut.run_pass([replace(rows, data=rows.data[:1], last=False), rows_of(0)])
+    cut.run_pass([replace(rows, units=rows.units[:1], last=False), rows_of(0)])
     assert not gradient(cut, 1).any()
-    cut.run_pass([replace(rows, data=rows.data[1:])])
+    cut.run_pass([replace(rows, units=rows.units[1:])])
     assert relative(gradient(cut, 1), gradient(whole, 1)) < 1e-6
 
 
@@ -92,7 +86,7 @@ def test_nan_of_one_tenant_stays_with_it(make_bank: MakeBank, monkeypatch: pytes
     if spoiled == "weights":
         mixed.residency.bring(["t0"])[0].weights.fill_(float("nan"))
     else:
-        bad = replace(bad, data=[msgspec.structs.replace(d, weights_M=nan_like(d)) for d in bad.data])
+        bad = replace(bad, units=some_units(0, task=Task(scale=math.nan)))
     before = mixed.residency.bring(["t0"])[0].gradient.clone()
     results = mixed.run_pass([bad, rows_of(1), rows_of(2)])
     assert [result.is_finite for result in results] == [False, True, True]
@@ -106,14 +100,14 @@ def test_a_refused_command_keeps_the_gradient_of_earlier_ones(make_bank: MakeBan
     bank = filled(make_bank(), range(1))
     bank.run_pass([rows_of(0)])
     before = gradient(bank, 0).clone()
-    overflow = replace(rows_of(0), loss=Loss(scale=3e38))
+    overflow = replace(rows_of(0), units=some_units(0, task=Task(scale=2e38)))
     (result,) = bank.run_pass([overflow])
     assert not result.is_finite and torch.equal(gradient(bank, 0), before)
 
 
 def test_padding_of_a_short_row_is_its_own(make_bank: MakeBank) -> None:
     plans = [
-        layout([datum.tokens.ids_T for datum in data], [datum.tokens.learned_T for datum in data])
+        layout([datum.ids_N for datum in data], [np.arange(len(datum.ids_N)) > 0 for datum in data])
         for data in (some_data(0), some_data(1))
     ]
     owner = torch.arange(len(join(plans).ids_N)) >= len(plans[0].ids_N)

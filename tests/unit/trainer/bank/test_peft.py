@@ -18,10 +18,11 @@ from opentinker.services.trainer.bank import adapter_files
 from opentinker.services.trainer.bank.adapter_bank import Rows
 from opentinker.services.trainer.bank.base_model import BaseModel
 from opentinker.services.trainer.bank.limits import Refused
-from opentinker.services.trainer.bank.losses import Loss
+from opentinker.services.trainer.bank.pass_part import PassOptions
+from opentinker.services.trainer.tinker.losses import Columns
 from opentinker.shared.spec import LoraSpec
 from tests.support.learning import torch_learner
-from tests.unit.trainer.bank.conftest import MakeBank, add_tenant, some_data
+from tests.unit.trainer.bank.conftest import MakeBank, Task, add_tenant, some_data, some_units
 
 
 @pytest.mark.parametrize(
@@ -47,23 +48,21 @@ def test_exported_adapter_has_pefts_logits(make_bank: MakeBank, small: Path, tmp
     bank = make_bank()
     for number in (1, 3):
         add_tenant(bank, number)
-    results = bank.run_pass([Rows(f"t{n}", some_data(7), Loss(), backward=False) for n in (1, 3)])
+    results = bank.run_pass([Rows(f"t{n}", some_units(7), PassOptions(), backward=False) for n in (1, 3)])
     for number, result in zip((1, 3), results, strict=True):
         bank.export_peft(f"t{number}", tmp_path / f"{number}")
         model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(small), tmp_path / f"{number}").eval()
         plain = AutoModelForCausalLM.from_pretrained(small)
         for datum, found in zip(some_data(7), result.logprobs, strict=True):
-            ids = torch.tensor(datum.tokens.ids_T.tolist())
-            expected, unadapted = (
-                _logprobs(one, ids)[torch.tensor(datum.tokens.learned_T)[1:]] for one in (model, plain)
-            )
+            expected, unadapted = (_logprobs(one, datum) for one in (model, plain))
             torch.testing.assert_close(torch.tensor(found), expected.detach(), atol=1e-5, rtol=0)
             assert (expected - unadapted).abs().max() > 1e-3
 
 
-def _logprobs(model: Any, ids_T: torch.Tensor) -> torch.Tensor:
-    logits = model(input_ids=ids_T[None]).logits[0, :-1].float()
-    return logits.log_softmax(-1).gather(-1, ids_T[1:, None])[:, 0]
+def _logprobs(model: Any, datum: Columns) -> torch.Tensor:
+    ids_N, targets_N = (torch.tensor(ids.tolist()) for ids in (datum.ids_N, datum.targets_M))
+    logits = model(input_ids=ids_N[None]).logits[0].float()
+    return logits.log_softmax(-1).gather(-1, targets_N[:, None])[:, 0]
 
 
 def test_import_restores_what_was_exported(make_bank: MakeBank, tmp_path: Path) -> None:
@@ -134,15 +133,14 @@ def test_gradient_is_pefts(make_bank: MakeBank, small: Path, tmp_path: Path, num
     """The scaling is 2 and 0.5."""
     bank, data = make_bank(), some_data(7)
     add_tenant(bank, number)
-    bank.run_pass([Rows(f"t{number}", data, Loss(scale=0.5))])
+    bank.run_pass([Rows(f"t{number}", Task(scale=0.5).units(data), PassOptions())])
     (adapter,) = bank.residency.bring([f"t{number}"])
     assert adapter.shape.scaling == [2.0, 0.5][number]
     bank.export_peft(f"t{number}", tmp_path / "peft")
     plain = AutoModelForCausalLM.from_pretrained(small, dtype=torch.float32)
     model = PeftModel.from_pretrained(plain, tmp_path / "peft", is_trainable=True).eval()
     for datum in data:
-        ids_T, learned_T = torch.tensor(datum.tokens.ids_T.tolist()), torch.tensor(datum.tokens.learned_T)
-        (_logprobs(model, ids_T)[learned_T[1:]] * torch.tensor(datum.weights_M)).sum().mul(-0.5).backward()
+        (_logprobs(model, datum) * torch.tensor(datum.factor_M)).sum().mul(-0.5).backward()
     expected = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
     for layer, pair in adapter.shape.pairs(adapter.gradient).items():
         for matrix, found in (("lora_A", pair.a), ("lora_B", pair.b)):
