@@ -28,7 +28,9 @@ STEPS = 6
 cluster = shared_fixture(Cluster, **SETTINGS)
 
 
-def game(base: Path, trainer: str, *, steps: int = STEPS, seconds: float = 0.002, **algorithm: Any) -> JobSpec:
+def game(
+    base: Path, trainer: str, *, steps: int = STEPS, seconds: float = 0.002, max_staleness: int = 0, **changes: Any
+) -> JobSpec:
     """What is played depends on the number of the match alone; the policies differ in rank, learning rate and batch."""
     policies = {
         "first": {"model": {"lora": {"rank": 4}}},
@@ -38,7 +40,7 @@ def game(base: Path, trainer: str, *, steps: int = STEPS, seconds: float = 0.002
         "name": "stakes",
         "model": {"base": str(base), "chat_template": "plain", "lora": {"rank": 8, "alpha": 16.0}},
         "environment": {"name": "tests.samples.seat_samples:SeededStakes"},
-        "algorithm": {"group_size": 4, "groups_per_batch": 2, "max_staleness": 0, **algorithm},
+        "algorithm": {"group_size": 4, "groups_per_batch": 2, "max_staleness": max_staleness},
         "rollout": {"engine": "toy", "max_tokens": 8, "max_turns": 2, "seed": 7, "retries": 0}
         | {"toy": {"seconds_per_token": seconds}},
         "train": {"steps": steps, "lr": 1e-3, "checkpoint_every": 2},
@@ -46,7 +48,7 @@ def game(base: Path, trainer: str, *, steps: int = STEPS, seconds: float = 0.002
         "seats": {BACKER: "first", RIVAL: "second"},
         "resources": {"trainer": trainer},
     }
-    return parse_spec(spec)
+    return parse_spec({**spec, **changes})
 
 
 def weights(cluster: Cluster, job: str, policy: str) -> Tensor:
@@ -92,6 +94,32 @@ async def test_a_killed_process_costs_its_policies_repeated_work_and_nothing_els
     for policy in POLICIES:
         resumed = cluster.manifest(part_id(job, policy)).resumed
         assert sorted(resumed) == [1, 2] and resumed[2] > 0, "from its checkpoint"
+
+
+async def test_a_process_that_is_told_to_stop_saves_all_policies_and_members_of_their_pools(
+    cluster: Cluster, small: Path
+) -> None:
+    spec = game(
+        small,
+        "shared",
+        steps=12,
+        seconds=0.02,
+        environment={"name": "tests.samples.seat_samples:Deal"},
+        seats={"dealer": "first", "left": "second", "right": {"pool": "past"}},
+        pools={"past": {"policy": "second", "every": 2, "keep": 3}},
+    )
+    job = await cluster.submit(spec)
+    await cluster.reaches(job, 3)
+    await cluster.stop("trainer-0")
+    saved = {policy: cluster.manifest(part_id(job, policy)) for policy in POLICIES}
+    made = {policy: cluster.lines(part_id(job, policy))[-1]["step"] for policy in POLICIES}
+    assert {policy: manifest.step for policy, manifest in saved.items()} == made, "no step is lost"
+    assert saved["second"].pools["past"]
+    cluster.start("trainer-0")
+    await cluster.succeeds(job)
+    await check_ledgers(cluster, job, spec)
+    members = [str(member.version) for member in cluster.manifest(part_id(job, "second")).pools["past"]]
+    assert members[-1].startswith("2.") and len(members) == 3
 
 
 async def test_policies_wait_for_all_their_places_and_a_cancelled_job_returns_all(
