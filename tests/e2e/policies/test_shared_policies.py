@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,10 @@ def game(
     """What is played depends on the number of the match alone; the policies differ in rank, learning rate and batch."""
     policies = {
         "first": {"model": {"lora": {"rank": 4}}},
-        "second": {"train": {"lr": 3e-4, "steps": 2 * steps}, "algorithm": {"groups_per_batch": 1}},
+        "second": {
+            "train": {"lr": 3e-4, "steps": 2 * steps, "checkpoint_every": 4},
+            "algorithm": {"groups_per_batch": 1},
+        },
     }
     spec: dict[str, Any] = {
         "name": "stakes",
@@ -52,9 +57,18 @@ def game(
 
 
 def weights(cluster: Cluster, job: str, policy: str) -> Tensor:
+    """The matrices that begin with zeros."""
     directory, _ = checkpoint.list_checkpoints(cluster.data / "jobs" / part_id(job, policy) / "checkpoints")[-1]
     found = load_file(directory / ADAPTER)
-    return torch.cat([found[name].double().flatten() for name in sorted(found)])
+    return torch.cat([found[name].double().flatten() for name in sorted(found) if "lora_B" in name])
+
+
+@asynccontextmanager
+async def trainer_of_one_job(cluster: Cluster) -> AsyncIterator[None]:
+    cluster.env["OPENTINKER_BANK_JOBS"] = "0"
+    name = cluster.add("trainer")
+    yield
+    await cluster.stop(name)
 
 
 async def check_ledgers(cluster: Cluster, job: str, spec: JobSpec) -> None:
@@ -65,19 +79,17 @@ async def check_ledgers(cluster: Cluster, job: str, spec: JobSpec) -> None:
 
 
 async def test_weights_are_those_of_policies_with_a_trainer_to_themselves(cluster: Cluster, small: Path) -> None:
-    cluster.env["OPENTINKER_BANK_JOBS"] = "0"
-    own_trainer = cluster.add("trainer")
-    jobs = {trainer: await cluster.submit(game(small, trainer)) for trainer in ("own", "shared")}
-    for trainer, job in jobs.items():
-        await cluster.succeeds(job)
-        await check_ledgers(cluster, job, game(small, trainer))
+    async with trainer_of_one_job(cluster):
+        jobs = {trainer: await cluster.submit(game(small, trainer)) for trainer in ("own", "shared")}
+        for trainer, job in jobs.items():
+            await cluster.succeeds(job)
+            await check_ledgers(cluster, job, game(small, trainer))
     for policy in POLICIES:
         own, shared = (weights(cluster, jobs[trainer], policy) for trainer in ("own", "shared"))
         gap = float((shared - own).norm() / own.norm())
-        assert gap < 1e-4, (policy, gap)
+        assert gap < 1e-3, (policy, gap)
         waits = [line["trainer/bank_wait_seconds"] for line in cluster.lines(part_id(jobs["shared"], policy))]
         assert len(waits) == (STEPS if policy == "first" else 2 * STEPS)
-    await cluster.stop(own_trainer)
 
 
 async def test_a_killed_process_costs_its_policies_repeated_work_and_nothing_else(
@@ -96,6 +108,22 @@ async def test_a_killed_process_costs_its_policies_repeated_work_and_nothing_els
         assert sorted(resumed) == [1, 2] and resumed[2] > 0, "from its checkpoint"
 
 
+@pytest.mark.nightly
+async def test_deterministic_policies_have_the_bits_of_a_trainer_to_themselves_also_after_a_kill(
+    cluster: Cluster, small: Path
+) -> None:
+    train = {"steps": STEPS, "lr": 1e-3, "checkpoint_every": 2, "deterministic": True} | {"tokens_per_micro_batch": 512}
+    async with trainer_of_one_job(cluster):
+        whole = await cluster.run(game(small, "own", train=train))
+    killed = await cluster.submit(game(small, "shared", seconds=0.02, train=train))
+    await cluster.reaches(killed, 3)
+    cluster.kill("trainer-0")
+    assert (await cluster.succeeds(killed))["restarts"] == 1
+    for policy in POLICIES:
+        assert torch.equal(weights(cluster, killed, policy), weights(cluster, whole, policy)), policy
+
+
+@pytest.mark.nightly
 async def test_a_process_that_is_told_to_stop_saves_all_policies_and_members_of_their_pools(
     cluster: Cluster, small: Path
 ) -> None:
