@@ -220,7 +220,7 @@ class Check(TypedDict):
 
 
 class JobEstimate(TypedDict):
-    """Time and cost of a job or a sweep, estimated from an earlier job like it."""
+    """Time and cost of a job or a sweep, estimated from an earlier job like it, else from round figures."""
 
     jobs: int
     """More than one of a sweep."""
@@ -237,7 +237,8 @@ class JobEstimate(TypedDict):
     currency: str
     """Three letters; empty without a cost."""
     like: str
-    """Id of the earlier job: the newest of the same kind, model and environment."""
+    """Id of the earlier job: the newest of the same kind, model and environment. Empty where round figures were
+    assumed, as `basis` says."""
     basis: str
     """In words."""
 

@@ -95,6 +95,8 @@ class Spent(TypedDict):
     tokens_trained: float
     bytes_stored: float
     """For a day: the maximum."""
+    cost: float | None
+    """By the operator's prices of worker and GPU hours; null where there are none."""
 
 
 class UsageRow(Spent):
@@ -117,6 +119,8 @@ class Usage(TypedDict):
     by: Literal["job", "day", "key"]
     usage: list[UsageRow]
     total: Spent
+    currency: str
+    """Three letters; empty without prices."""
 
 
 class Queue(TypedDict):

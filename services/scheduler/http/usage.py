@@ -62,7 +62,10 @@ class UsageApi:
         total = {kind: sum(row[kind] for row in rows) for kind in KINDS}
         stored = [row[STORED] for row in rows]
         total[STORED] = max(stored, default=0) if by == "day" else sum(stored)  # of a day it is the most at a time
-        return json_response({"by": by, "usage": rows, "total": total})
+        settings = self.jobs.ctx.settings
+        priced = [{**row, "cost": settings.cost(row["worker_s"], row["gpu_s"])} for row in (*rows, total)]
+        currency = "" if priced[-1]["cost"] is None else settings.price_currency
+        return json_response({"by": by, "usage": priced[:-1], "total": priced[-1], "currency": currency})
 
     async def _asked_for(self, request: web.Request) -> list[JobRecord]:
         if (id := request.query.get("job")) is not None:

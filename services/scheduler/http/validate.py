@@ -20,6 +20,7 @@ from opentinker.services.scheduler.jobs.check_environment import EnvironmentChec
 from opentinker.services.scheduler.jobs.check_model import resolved_base
 from opentinker.services.scheduler.jobs.choose_trainer import choose_trainer
 from opentinker.services.scheduler.jobs.disk_threads import on_disk
+from opentinker.services.scheduler.jobs.rough_estimate import rough_estimate
 from opentinker.services.scheduler.jobs.submit import Mistakes, check_references, kept_idle_s
 from opentinker.services.scheduler.placement import forecast
 from opentinker.services.scheduler.placement.estimate import estimate
@@ -96,11 +97,13 @@ async def report_on(ctx: Context, data: Any, tenant: str, scope: str = "all") ->
         return _report([], [named])
     checks, messages = await _checks_of(ctx, spec, tenant, asked) if scope == "all" else ([], [])
     checks.insert(0, named)
-    checks += await forecast.forecast_start(ctx, await _placed(ctx, spec), tenant)
+    placed = await _placed(ctx, spec)
+    checks += await forecast.forecast_start(ctx, placed, tenant)
     jobs = 1 if sweep is None else sweep.most_jobs
     if sweep is not None:
         checks.insert(1, check("sweep", f"{sweep.size}; the checks below are for the first one"))
-    return _report([], checks, messages, await estimate(ctx, spec, tenant, jobs))
+    needs = await estimate(ctx, spec, tenant, jobs) or await on_disk(ctx, rough_estimate, ctx.settings, placed, jobs)
+    return _report([], checks, messages, needs)
 
 
 async def _placed(ctx: Context, spec: JobSpec) -> JobSpec:

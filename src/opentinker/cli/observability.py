@@ -184,7 +184,7 @@ def usage(
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what jobs cost: worker-, GPU- and CPU-seconds, tokens generated and trained on, bytes stored."""
+    """Show what jobs cost: worker-, GPU- and CPU-seconds, tokens, bytes stored, and money by the operator's prices."""
     if by not in ("job", "day", "key"):
         raise typer.BadParameter(f"--by {by!r} is unknown; choose job, day or key")
     if by != "day" and (first or last):
@@ -194,11 +194,16 @@ def usage(
     found = client(url).usage(by, job=job, first=first, last=last, limit=limit)
     named = {"job": ["job", "name", "state"], "day": ["day"], "key": ["key", "jobs"]}[by]
     kinds = [kind for kind in COLUMNS if kind in found["total"]]
+    priced = bool(found.get("currency"))  # an older server names none
     spent: list[dict[str, Any]] = [{**row} for row in found["usage"]]
-    rows = [[*(row[name] for name in named), *(_amount(row[kind]) for kind in kinds)] for row in spent]
     total: dict[str, Any] = {**found["total"]}
-    rows += [["total", *[""] * (len(named) - 1), *(_amount(total[kind]) for kind in kinds)]] if rows else []
-    columns = [*named, *(COLUMNS[kind] for kind in kinds)]
+    lines = [([row[name] for name in named], row) for row in spent]
+    lines += [(["total", *[""] * (len(named) - 1)], total)] if lines else []
+    rows = [
+        [*names, *(_amount(row[kind]) for kind in kinds), *([f"{row['cost']:,.2f}"] if priced else [])]
+        for names, row in lines
+    ]
+    columns = [*named, *(COLUMNS[kind] for kind in kinds), *([f"cost ({found['currency']})"] if priced else [])]
     print_found(found, as_json, columns, rows, empty="no usage yet")
 
 

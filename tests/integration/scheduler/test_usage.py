@@ -17,9 +17,10 @@ from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.artifacts import ArtifactEntry, ArtifactIndex
 from opentinker.shared.state.store import Store
 from opentinker.shared.state.usage import KINDS, UsageStore, cpu_seconds, metered
-from tests.conftest import until
-from tests.support.api import SPEC, Http
-from tests.support.scheduling import new_job
+from tests.conftest import NewContext, until
+from tests.integration.client.test_cli import typed
+from tests.support.api import OPERATOR, SPEC, Http
+from tests.support.scheduling import new_job, scheduler
 
 BUSY = "import time; t = time.process_time()\nwhile time.process_time() - t < 0.3: pass"
 
@@ -108,7 +109,8 @@ async def test_usage_is_served_by_job_day_and_key(client: AsyncClient, ctx: Cont
     found = await client.usage()
     assert [row["job"] for row in found["usage"]] == [second, first]
     assert found["usage"][1]["cpu_s"] == 1.5 and found["usage"][1]["bytes_stored"] == 5
-    assert found["total"] == {**dict.fromkeys(KINDS, 0), "cpu_s": 1.5, "tokens_trained": 40, "bytes_stored": 12}
+    spent = {"cpu_s": 1.5, "tokens_trained": 40, "bytes_stored": 12, "cost": None}
+    assert (found["total"], found["currency"]) == ({**dict.fromkeys(KINDS, 0), **spent}, "")
     assert [row["job"] for row in (await client.usage(job=first))["usage"]] == [first]
     (today,) = (await client.usage("day"))["usage"]
     assert (today["cpu_s"], today["tokens_trained"], today["bytes_stored"]) == (1.5, 40, 7)
@@ -130,3 +132,17 @@ async def test_wrong_questions_about_usage_are_refused(http: Http) -> None:
     for query in ("by=year", "by=day&from=2026-02-31", "by=day&from=2026-01-02&to=2026-01-01", "limit=0"):
         assert (await http("GET", f"/v1/usage?{query}"))[0] == 422
     assert (await http("GET", "/v1/usage?job=j-0000000000"))[0] == 404
+
+
+async def test_usage_has_its_price(new_context: NewContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENTINKER_API_KEY", OPERATOR)
+    prices = {"price_worker_hour": 3.6, "price_gpu_hour": 36.0, "price_currency": "EUR"}
+    async with new_context(**prices) as ctx, scheduler(ctx) as url, AsyncClient(url, api_key=OPERATOR) as client:
+        job = (await client.submit(SPEC))["id"]
+        await ctx.store.redis.hset(f"spent:job:{job}", mapping={"worker_s": 1000.0, "gpu_s": 500.0})
+        for by in ("job", "key"):
+            found = await client.usage(by)
+            assert found["currency"] == "EUR" and found["usage"][0]["cost"] == pytest.approx(1.0 + 5.0)
+            assert found["total"]["cost"] == pytest.approx(6.0)
+        command = await asyncio.to_thread(typed, "usage", "--url", url)
+        assert "cost (EUR)" in command.stdout and command.stdout.splitlines()[1].endswith("6.00"), command

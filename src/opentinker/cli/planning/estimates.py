@@ -5,12 +5,10 @@ model's follow from its size and from the round figures below. Each comes with a
 from __future__ import annotations
 
 import asyncio
-import re
-from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
-from opentinker.shared.data.model_files import parameters_in
+from opentinker.shared.data.round_figures import CPU, GPU, known_parameters
 from opentinker.shared.spec.engines import engine_policies
 from opentinker.shared.spec.policies import spec_of
 
@@ -25,22 +23,6 @@ PROMPT_SHARE = 2.0
 TURNS = 4
 ENV_S = 0.1
 """Seconds per call of an environment that cannot be played here."""
-NAMED_SIZE = re.compile(r"(\d+(?:\.\d+)?)([bm])(?![a-z])", re.IGNORECASE)
-
-
-class Machine(NamedTuple):
-    """Computing hardware, in round figures."""
-
-    name: str
-    bytes_per_s: float
-    """Weights read from memory, once for every token."""
-    operations_per_s: float
-    token_s: float
-    """Seconds per token in addition to reading the weights."""
-
-
-CPU = Machine("a CPU: 10 GB/s, 0.1 TFLOP/s", 1e10, 1e11, 0.01)
-GPU = Machine("a GPU: 1 TB/s, 100 TFLOP/s", 1e12, 1e14, 0.005)
 
 
 class Estimate(NamedTuple):
@@ -107,11 +89,8 @@ def _model(model: ModelSpec) -> Model:
 
 def parameters_of(base: str) -> tuple[float, str]:
     """Return a model's number of parameters, and its source."""
-    if count := parameters_in(Path(base).expanduser()):
-        return count, "its files"
-    if found := NAMED_SIZE.search(base.rpartition("/")[2]):
-        return float(found[1]) * (1e9 if found[2].lower() == "b" else 1e6), "its name"
-    return PARAMETERS, "a guess: it is not on this machine"
+    count, source = known_parameters(base)
+    return (count, source) if count else (PARAMETERS, "a guess: it is not on this machine")
 
 
 def _env_s(spec: JobSpec) -> tuple[float, str]:

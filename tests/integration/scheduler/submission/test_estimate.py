@@ -9,6 +9,7 @@ import pytest
 
 from opentinker.cli.planning.validate import in_words
 from opentinker.services.scheduler.http import validate
+from opentinker.services.scheduler.jobs.rough_estimate import rough_estimate
 from opentinker.shared.api_types import JobEstimate, Validation
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.store import Store
@@ -20,7 +21,7 @@ STEPS = 20
 
 
 def spec_of(**changes: Any) -> dict[str, Any]:
-    return make_spec(model__base="some/model", train__steps=100, **changes).model_dump(mode="json")
+    return make_spec(**{"model__base": "some/model", "train__steps": 100, **changes}).model_dump(mode="json")
 
 
 async def ran(store: Store, spec: dict[str, Any], number: int, *, worker_s: float, running_s: float) -> str:
@@ -82,3 +83,38 @@ async def test_a_sweep_takes_what_all_its_jobs_take(ctx: Context, store: Store) 
 async def test_a_job_that_never_ends_is_not_estimated(ctx: Context, store: Store) -> None:
     served = {"name": "chat", "kind": "inference", "model": {"base": "some/model"}}
     assert await estimated(ctx, served) is None
+
+
+def test_without_a_job_like_it_round_figures_are_assumed_and_said_to_be(ctx: Context) -> None:
+    trained = {
+        "model__base": "Qwen/Qwen3-0.6B",
+        "train__learner": "torch",
+        "train__steps": 10,
+        "rollout__engine": "vllm",
+    }
+    settings = ctx.settings.model_copy(update={"price_worker_hour": 3.6, "price_currency": "EUR"})
+    spec = make_spec(**trained)
+    found = rough_estimate(settings, spec, 1)
+    assert found is not None and (found["like"], found["steps"]) == ("", 10)
+    assert "assumed" in found["basis"] and "600 M parameters (its name) on a CPU" in found["basis"]
+    assert found["worker_s"] == pytest.approx(2 * found["seconds"]), "a trainer and a rollout worker"
+    assert found["cost"] == pytest.approx(found["worker_s"] / 1000) and found["currency"] == "EUR"
+    tokens = spec.algorithm.group_size * spec.algorithm.groups_per_batch * spec.rollout.max_tokens
+    assert found["seconds"] == pytest.approx(10 * 6 * 6e8 * 2 * tokens / 1e11), "training takes longest on a CPU"
+    larger = rough_estimate(settings, make_spec(**trained | {"train__steps": 30}), 4)
+    assert larger is not None and larger["seconds"] == pytest.approx(3 * found["seconds"])
+    assert larger["worker_s"] == pytest.approx(12 * found["worker_s"])
+    for unknown in ({"model__base": "some/model"}, {"rollout__engine": "toy"}, {"train__learner": "simulated"}):
+        assert rough_estimate(settings, make_spec(**trained | unknown), 1) is None
+
+
+async def test_a_validated_spec_has_a_rough_estimate_at_first(ctx: Context, store: Store) -> None:
+    spec = spec_of(model__base="org/tiny-5m", rollout__engine="toy")
+    assert await estimated(ctx, spec) is None, "simulated"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("opentinker.services.scheduler.jobs.rough_estimate._is_simulated", lambda spec: False)
+        rough = await estimated(ctx, spec)
+        assert rough is not None and rough["like"] == "" and in_words(rough).count("assumed") == 1
+        like = await ran(store, spec, 1, worker_s=60.0, running_s=20.0)
+        known = await estimated(ctx, spec)
+    assert known is not None and known["like"] == like, "measured times come first"
