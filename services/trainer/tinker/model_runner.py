@@ -80,6 +80,8 @@ class ModelRunner:
         """Wait for the results of commands."""
         self._owed = set[int]()
         """Commands that were sent and have no answer yet."""
+        self._unanswered = set[int]()
+        """Commands without an answer that the stored state contains: the stream keeps them for the next trainer."""
         self._ended: Failed | None = None
         self._sent = self._stored = -1
         """Last command that was sent to the bank, and that the stored state contains."""
@@ -151,6 +153,7 @@ class ModelRunner:
             work = await self._begin(command, arrived, repeated=known is not None)
         self._sent, self._used_at = arrived.seq, time.monotonic()
         if alone and self._ended is None:  # what it came from may be gone later
+            self._unanswered.add(arrived.seq)
             await self._store()
         self._owed.add(arrived.seq)
         task = asyncio.create_task(self._finish(arrived.seq, request, work, is_known=known is not None))
@@ -232,7 +235,8 @@ class ModelRunner:
             if not is_known:
                 await self._shared.answer(request, result)
             self._owed.discard(seq)
-            if self._ended is not None:
+            self._unanswered.discard(seq)
+            if self._ended is not None or seq <= self._stored:
                 self.uncovered.pop(seq, None)
         finally:
             del self._tasks[seq]
@@ -304,7 +308,8 @@ class ModelRunner:
             self._stored, self._bytes = seq, self._bytes - counted
             self._stored_at = time.monotonic()
             self._store_took_s = self._stored_at - began
-            self.uncovered = {number: place for number, place in self.uncovered.items() if number > seq}
+            kept = self._unanswered
+            self.uncovered = {one: place for one, place in self.uncovered.items() if one > seq or one in kept}
         log.debug("model_stored", model=self.model, seq=seq, seconds=round(self._store_took_s, 3))
 
     async def _leaves(self) -> bool:

@@ -15,7 +15,18 @@ from opentinker.services.trainer.tinker import model_files, model_runner
 from opentinker.shared.messaging.subjects import COMMAND
 from opentinker.shared.types.core import JobState
 from opentinker.shared.types.errors import Fenced
-from opentinker.shared.types.tinker import Answer, Failed, Loaded, Sampler, Save, Saved, Stepped, tinker_place
+from opentinker.shared.types.tinker import (
+    Answer,
+    Failed,
+    Load,
+    Loaded,
+    Sampler,
+    Save,
+    Saved,
+    Stepped,
+    Unload,
+    tinker_place,
+)
 from tests.conftest import WAIT_S, until
 from tests.integration.trainer.tinker.conftest import JOB, STEP, Client, Server, forward_backward
 
@@ -95,6 +106,44 @@ async def test_commands_of_a_bank_that_ends_are_the_next_trainers(server: Server
     assert isinstance(await client.result(request), expected)
     if not created:
         await waiting
+
+
+@pytest.mark.parametrize("body", ["create", "load", "unload"])
+async def test_a_command_whose_lease_ends_between_its_state_and_its_answer_is_answered_by_the_next_trainer(
+    server: Server, monkeypatch: pytest.MonkeyPatch, body: str
+) -> None:
+    client, records = Client(server, MODEL), server.records
+    bodies: dict[str, Any] = {"unload": Unload()}
+    if body != "create":
+        await client.create()
+        saved = await client.call(Save(kind="weights", name="a"))
+        directory = tinker_place(server.data_dir, MODEL) / "weights" / (await records.checkpoints(MODEL))[0].place
+        bodies["load"] = Load(path=saved.path, directory=str(directory))
+    request = f"{MODEL}#{client.seq}"
+    answer = server.job._shared.records.answer
+
+    async def fail(one: Answer) -> bool:
+        if one.request == request:
+            await server.job._purge()  # what the stored states cover leaves the stream
+            raise RedisLost("connection refused")
+        return await answer(one)
+
+    monkeypatch.setattr(server.job._shared.records, "answer", fail)
+    waiting = asyncio.create_task(client.create() if body == "create" else client.call(bodies[body]))
+    running = server.running
+    assert running is not None
+    done, _ = await asyncio.wait([running], timeout=WAIT_S)
+    assert done and await records.answered(request) is None
+    monkeypatch.undo()
+    await server.kill()
+    await server.start()
+    assert isinstance(await asyncio.wait_for(waiting, WAIT_S), Loaded)
+
+    async def left() -> int:
+        await server.job._purge()
+        return await server.ctx.bus.count("COMMANDS", COMMAND.at(job=JOB))
+
+    await until(left, lambda count: count == 0)
 
 
 async def test_a_first_command_that_cannot_be_read_ends_its_model(server: Server) -> None:
