@@ -26,7 +26,6 @@ from typing import Any
 
 import msgspec
 
-from opentinker.shared.state import tinker_scripts
 from opentinker.shared.state.redis_script import Script
 from opentinker.shared.state.tinker_sessions import TinkerSessions, TooManyRecords
 from opentinker.shared.types import codec
@@ -43,12 +42,62 @@ MAX_CHECKPOINT_BYTES = 1 << 40
 """Of a tenant's checkpoints: beyond it none is saved. Those that are being saved may go beyond."""
 
 
+# KEYS model, models, models of the job, live, trained. ARGV: id, record, created, MAX_MODELS
+_ADD_MODEL = """
+if redis.call('HEXISTS', KEYS[1], 'record') == 1 then return 1 end
+if redis.call('SCARD', KEYS[4]) >= tonumber(ARGV[4]) then return -1 end
+redis.call('HSET', KEYS[1], 'record', ARGV[2], 'used', ARGV[3])
+redis.call('ZADD', KEYS[2], ARGV[3], ARGV[1])
+redis.call('SADD', KEYS[3], ARGV[1])
+redis.call('SADD', KEYS[4], ARGV[1])
+redis.call('SADD', KEYS[5], ARGV[1])
+return 2
+"""
+
+# KEYS model. Returns the number of the command that unloads the model: the one after those it has had
+_UNLOAD = """
+redis.call('HSETNX', KEYS[1], 'unload', redis.call('HGET', KEYS[1], 'next') or '0')
+return redis.call('HGET', KEYS[1], 'unload')
+"""
+
+# KEYS checkpoints, checkpointed, expiring, stored. ARGV: KIND/NAME, record, seq, path, created, expires, tenant, bytes
+_ADD_CHECKPOINT = """
+local known, bytes = redis.call('HGET', KEYS[1], ARGV[1]), tonumber(ARGV[8])
+if known then
+  local before = cjson.decode(known)
+  if (tonumber(before.seq) or -1) > tonumber(ARGV[3]) then return 0 end
+  bytes = bytes - (tonumber(before.size) or 0)
+end
+redis.call('HINCRBY', KEYS[4], ARGV[7], string.format('%.0f', bytes))
+redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
+redis.call('ZADD', KEYS[2], ARGV[5], ARGV[4])
+redis.call('ZREM', KEYS[3], ARGV[4])
+if tonumber(ARGV[6]) > 0 then redis.call('ZADD', KEYS[3], ARGV[6], ARGV[4]) end
+return 1
+"""
+
+# KEYS checkpoints, expiring, checkpointed, stored. ARGV: KIND/NAME, stored text, new text (empty: none), path, expires
+# or 0, tenant, bytes
+_CHANGE = """
+if redis.call('HGET', KEYS[1], ARGV[1]) ~= ARGV[2] then return 0 end
+if ARGV[3] ~= '' then redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
+else
+  redis.call('HDEL', KEYS[1], ARGV[1])
+  redis.call('ZREM', KEYS[3], ARGV[4])
+  redis.call('HINCRBY', KEYS[4], ARGV[6], -ARGV[7])
+end
+if tonumber(ARGV[5]) > 0 then redis.call('ZADD', KEYS[2], ARGV[5], ARGV[4])
+else redis.call('ZREM', KEYS[2], ARGV[4]) end
+return 1
+"""
+
+
 class TinkerStore(TinkerSessions):
     def __init__(self, redis: Any) -> None:
         super().__init__(redis)
-        self._add_model, self._unload = Script(redis, tinker_scripts.ADD_MODEL), Script(redis, tinker_scripts.UNLOAD)
-        self._change = Script(redis, tinker_scripts.CHANGE)
-        self._add_checkpoint = Script(redis, tinker_scripts.ADD_CHECKPOINT)
+        self._add_model, self._unload = Script(redis, _ADD_MODEL), Script(redis, _UNLOAD)
+        self._change = Script(redis, _CHANGE)
+        self._add_checkpoint = Script(redis, _ADD_CHECKPOINT)
 
     # --- models -------------------------------------------------------------------------------------------------
 

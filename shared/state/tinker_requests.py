@@ -13,17 +13,17 @@ Redis keys, beside those of `tinker.py`:
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from opentinker.shared.state import tinker_scripts
 from opentinker.shared.state.redis_script import Script
 from opentinker.shared.types import codec
 from opentinker.shared.types.errors import Conflict, OpenTinkerError
-from opentinker.shared.types.tinker import ANSWER_KEPT_S, Answer, Failed, Sampled
+from opentinker.shared.types.tinker import ANSWER_KEPT_S, SMALL_RESULT, Answer, Failed, Sampled, bytes_in
 
 T = TypeVar("T")
 
@@ -33,6 +33,78 @@ MAX_WAITING = 256
 """Commands of a model without an answer."""
 MAX_WAITING_SAMPLES = 1024
 """Requests for samples of a tenant on one server without an answer."""
+
+
+# KEYS asked, model, open, tokens. ARGV: number, digest, MAX_WAITING, tokens, limit (empty: they are not counted). The
+# number that all waiting commands wait for is always admitted, as far as the tokens allow.
+_ASK = """
+local known = redis.call('HGET', KEYS[1], ARGV[1])
+if known == ARGV[2] then return 1 end
+if known then return 0 end
+local number, missing = tonumber(ARGV[1]), tonumber(redis.call('HGET', KEYS[2], 'next') or 0)
+local waiting = redis.call('ZCARD', KEYS[3])
+if waiting >= tonumber(ARGV[3]) then
+  local lowest = tonumber(redis.call('ZRANGE', KEYS[3], 0, 0)[1])
+  if number ~= missing or lowest < missing then return -1 end
+end
+if ARGV[5] ~= '' then
+  if tonumber(redis.call('GET', KEYS[4]) or 0) >= tonumber(ARGV[5]) then return -2 end
+  redis.call('INCRBY', KEYS[4], ARGV[4])
+  redis.call('EXPIRE', KEYS[4], 120)
+end
+redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
+redis.call('ZADD', KEYS[3], ARGV[1], ARGV[1])
+if number == missing then
+  repeat missing = missing + 1 until redis.call('HEXISTS', KEYS[1], string.format('%.0f', missing)) == 0
+  redis.call('HSET', KEYS[2], 'next', string.format('%.0f', missing))
+end
+return 2
+"""
+
+# KEYS answer, open. ARGV: answer, seconds, number
+_ANSWER = """
+local kept = redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[2], 'NX')
+redis.call('ZREM', KEYS[2], ARGV[3])
+return kept and 1 or 0
+"""
+
+# KEYS draw, answer, waiting, drawing, tokens. ARGV: request, digest, now, seconds, MAX_WAITING_SAMPLES, tenant, job,
+# minute, tokens of the prompt, tokens in all, limit (empty: they are not counted), 1 for one whose answer is forgotten
+_ASK_SAMPLE = """
+local known, again = redis.call('HGET', KEYS[1], 'digest'), ARGV[12] == '1'
+if known and known ~= ARGV[2] then return 0 end
+if known and not again then return 1 end
+redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', tonumber(ARGV[3]) - tonumber(ARGV[4]))
+if redis.call('ZCARD', KEYS[3]) >= tonumber(ARGV[5]) then return -1 end
+if ARGV[11] ~= '' and tonumber(redis.call('GET', KEYS[5]) or 0) >= tonumber(ARGV[11]) then return -2 end
+if again and redis.call('DEL', KEYS[2]) == 0 then return 1 end
+redis.call('HSET', KEYS[1], 'digest', ARGV[2], 'tenant', ARGV[6], 'job', ARGV[7])
+redis.call('ZADD', KEYS[3], ARGV[3], ARGV[1])
+redis.call('ZADD', KEYS[4], redis.call('ZCARD', KEYS[3]), ARGV[6])
+for key = 1, 4 do if key ~= 2 then redis.call('EXPIRE', KEYS[key], ARGV[4]) end end
+if ARGV[11] ~= '' then
+  redis.call('HSET', KEYS[1], 'minute', ARGV[8], 'prompt', ARGV[9], 'reserved', ARGV[10])
+  redis.call('INCRBY', KEYS[5], ARGV[10])
+  redis.call('EXPIRE', KEYS[5], 120)
+end
+return 2
+"""
+
+# KEYS answer, waiting, drawing, tokens of the minute of the request, tokens of this minute. ARGV: answer, seconds,
+# request, tenant, tokens more than were counted (empty: they stay)
+_ANSWER_SAMPLE = """
+local kept = redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[2], 'NX')
+redis.call('ZREM', KEYS[2], ARGV[3])
+local waiting = redis.call('ZCARD', KEYS[2])
+if waiting > 0 then redis.call('ZADD', KEYS[3], waiting, ARGV[4]) else redis.call('ZREM', KEYS[3], ARGV[4]) end
+if not kept then return 0 end
+local more = tonumber(ARGV[5] ~= '' and ARGV[5] or '0')
+if more > 0 then
+  redis.call('INCRBY', KEYS[5], ARGV[5])
+  redis.call('EXPIRE', KEYS[5], 120)
+elseif more < 0 and redis.call('EXISTS', KEYS[4]) == 1 then redis.call('INCRBY', KEYS[4], ARGV[5]) end
+return 1
+"""
 
 
 class TooManyWaiting(OpenTinkerError):
@@ -60,9 +132,9 @@ class Quota(msgspec.Struct, frozen=True, kw_only=True):
 class TinkerRequests:
     def __init__(self, redis: Any) -> None:
         self._redis = redis
-        self._ask, self._answer = Script(redis, tinker_scripts.ASK), Script(redis, tinker_scripts.ANSWER)
-        self._ask_sample = Script(redis, tinker_scripts.ASK_SAMPLE)
-        self._answer_sample = Script(redis, tinker_scripts.ANSWER_SAMPLE)
+        self._ask, self._answer = Script(redis, _ASK), Script(redis, _ANSWER)
+        self._ask_sample = Script(redis, _ASK_SAMPLE)
+        self._answer_sample = Script(redis, _ANSWER_SAMPLE)
 
     # --- commands -----------------------------------------------------------------------------------------------
 
@@ -154,7 +226,8 @@ class TinkerRequests:
         """Keep an answer. Return False, and change nothing, if the request has one. The tokens of samples that were not
         drawn are given back; without `refund` they stay counted."""
         key, (owner, _, number) = f"tinker:answer:{answer.request}", answer.request.partition("#")
-        text = codec.to_json(answer)
+        is_small = bytes_in(answer.result) <= SMALL_RESULT
+        text = codec.to_json(answer) if is_small else await asyncio.to_thread(codec.to_json, answer)
         if TRAINED in owner:
             return bool(await self._answer(keys=[key, f"tinker:open:{owner}"], args=[text, str(ANSWER_KEPT_S), number]))
         draw = f"tinker:draw:{answer.request}"
@@ -191,7 +264,10 @@ class TinkerRequests:
 
     async def _read(self, kind: type[T], key: str) -> T | None:
         text = await self._redis.get(key)
-        return codec.from_json(kind, text) if text else None
+        if not text:
+            return None
+        is_small = len(text) <= SMALL_RESULT
+        return codec.from_json(kind, text) if is_small else await asyncio.to_thread(codec.from_json, kind, text)
 
 
 def _waiting(job: str, tenant: str) -> list[str]:

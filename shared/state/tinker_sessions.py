@@ -19,7 +19,6 @@ import time
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from opentinker.shared.state import tinker_scripts
 from opentinker.shared.state.redis_script import Script
 from opentinker.shared.state.tinker_requests import T, TinkerRequests
 from opentinker.shared.types import codec
@@ -38,6 +37,41 @@ SAMPLER_KEPT_S = 3600.0
 """A sampler without requests for this long makes room for new ones at the bound."""
 
 
+# KEYS session, beat, beats, sessions. ARGV: id, record, created, now, BEAT_S, MAX_SESSIONS
+_OPEN_SESSION = """
+if redis.call('EXISTS', KEYS[1]) == 0 then
+  if redis.call('ZCARD', KEYS[4]) >= tonumber(ARGV[6]) then return 0 end
+  redis.call('SET', KEYS[1], ARGV[2])
+  redis.call('ZADD', KEYS[4], ARGV[3], ARGV[1])
+end
+redis.call('SET', KEYS[2], '1', 'EX', ARGV[5])
+redis.call('ZADD', KEYS[3], ARGV[4], ARGV[1])
+return 1
+"""
+
+# KEYS beats, session, beat, finished, sessions, trained. ARGV: id, time of a heartbeat that keeps it
+_CLOSE_SESSION = """
+if tonumber(redis.call('ZSCORE', KEYS[1], ARGV[1]) or 0) > tonumber(ARGV[2]) then return 0 end
+redis.call('ZREM', KEYS[1], ARGV[1])
+redis.call('ZREM', KEYS[5], ARGV[1])
+redis.call('DEL', KEYS[2], KEYS[3], KEYS[4], KEYS[6])
+return 1
+"""
+
+# KEYS sampler, in, model, sampling, samplers. ARGV: id, record, seq (empty: it is no newest one of a model), time, 1 if
+# it holds weights of a model
+_ADD_SAMPLER = """
+redis.call('SET', KEYS[1], ARGV[2])
+redis.call('SADD', KEYS[2], ARGV[1])
+redis.call('ZADD', KEYS[5], ARGV[4], ARGV[1])
+if ARGV[3] ~= '' and tonumber(redis.call('HGET', KEYS[3], 'sampler_seq') or -1) <= tonumber(ARGV[3]) then
+  redis.call('HSET', KEYS[3], 'sampler', ARGV[1], 'sampler_seq', ARGV[3])
+end
+if ARGV[5] == '1' then redis.call('ZADD', KEYS[4], ARGV[4], ARGV[1]) end
+return 1
+"""
+
+
 class TooManyRecords(OpenTinkerError):
     """A tenant has as many sessions, samplers or models as it may."""
 
@@ -45,9 +79,9 @@ class TooManyRecords(OpenTinkerError):
 class TinkerSessions(TinkerRequests):
     def __init__(self, redis: Any) -> None:
         super().__init__(redis)
-        self._open_session = Script(redis, tinker_scripts.OPEN_SESSION)
-        self._close_session = Script(redis, tinker_scripts.CLOSE_SESSION)
-        self._add_sampler = Script(redis, tinker_scripts.ADD_SAMPLER)
+        self._open_session = Script(redis, _OPEN_SESSION)
+        self._close_session = Script(redis, _CLOSE_SESSION)
+        self._add_sampler = Script(redis, _ADD_SAMPLER)
 
     # --- sessions -----------------------------------------------------------------------------------------------
 

@@ -244,6 +244,19 @@ class Sampled(msgspec.Struct, frozen=True, kw_only=True, tag="sampled"):
 
 
 Result = Forwarded | Stepped | Saved | Loaded | Sampled | Failed
+SMALL_RESULT = 1 << 18
+"""Bytes of arrays of a result that is encoded and decoded in the event loop."""
+
+
+def bytes_in(result: Result) -> int:
+    """Return the bytes of a result's arrays."""
+    if isinstance(result, Forwarded):
+        return sum(map(len, result.logprobs))
+    if not isinstance(result, Sampled):
+        return 0
+    likely = [result.likely_prompt, *(one.likely for one in result.sequences)]
+    arrays = sum(len(one.tokens) + len(one.logprobs) for one in result.sequences) + len(result.prompt_logprobs)
+    return arrays + sum(len(one.ids) + len(one.logprobs) for one in likely if one is not None)
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -305,7 +318,7 @@ class TinkerCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
     seq: int = -1
     """Number of the command that saved it."""
     place_name: str = ""
-    """NAME@SEQ for sampler weights: samplers of earlier ones with this name keep theirs. Empty: the name."""
+    """NAME@SEQ: what reads earlier weights with this name keeps them. Empty: the name."""
     public: bool = False
     metadata: dict[str, str] = {}
 

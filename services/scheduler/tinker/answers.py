@@ -2,36 +2,57 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
+import orjson
 from aiohttp import web
 
 from opentinker.services.scheduler.http.errors import json_response
 from opentinker.services.scheduler.tinker import schema
 from opentinker.services.scheduler.tinker.bodies import PROTOBUF
-from opentinker.shared.types.tinker import Failed, Forwarded, Likely, Loaded, Result, Sampled, Saved, Stepped
+from opentinker.shared.types.tinker import (
+    SMALL_RESULT,
+    Failed,
+    Forwarded,
+    Likely,
+    Loaded,
+    Result,
+    Sampled,
+    Saved,
+    Stepped,
+    bytes_in,
+)
 
 MASKED = -99999.0
 
 
-def response_of(request: web.Request, owner: str, result: Result) -> web.Response:
+async def response_of(request: web.Request, owner: str, result: Result) -> web.Response:
     """Return the answer to retrieve_future. `owner`: the model or sampler of the request."""
     if isinstance(result, Failed):
         if result.lost:
             raise web.HTTPGone(text=f"{result.error}; send the request again")
         return json_response({"error": result.error, "category": result.category})
-    protobuf = PROTOBUF in request.headers.get("Accept", "")
-    if isinstance(result, Forwarded | Sampled) and protobuf:
+    protobuf = PROTOBUF in request.headers.get("Accept", "") and isinstance(result, Forwarded | Sampled)
+    is_small = bytes_in(result) <= SMALL_RESULT  # a large one is encoded in a thread, so that others are answered
+    encode = partial(_encoded, owner, result, protobuf=protobuf)
+    body = encode() if is_small else await asyncio.to_thread(encode)
+    return web.Response(body=body, content_type=PROTOBUF if protobuf else "application/json")
+
+
+def _encoded(owner: str, result: Forwarded | Stepped | Saved | Loaded | Sampled, *, protobuf: bool) -> bytes:
+    if protobuf and isinstance(result, Forwarded | Sampled):
         message = _forwarded(result) if isinstance(result, Forwarded) else _sampled(result)
-        return web.Response(body=message.SerializeToString(), content_type=PROTOBUF)
-    return json_response(_as_json(owner, result))
+        return bytes(message.SerializeToString())
+    return orjson.dumps(_as_json(owner, result))
 
 
-def _as_json(owner: str, result: Result) -> dict[str, Any]:
+def _as_json(owner: str, result: Forwarded | Stepped | Saved | Loaded | Sampled) -> dict[str, Any]:
     match result:
         case Stepped(metrics=metrics):
             return {"type": "optim_step", "metrics": _finite(metrics)}
@@ -43,8 +64,11 @@ def _as_json(owner: str, result: Result) -> dict[str, Any]:
             return _forwarded_json(result)
         case Sampled():
             return _sampled_json(result)
-        case _:
-            raise NotImplementedError(type(result).__name__)
+
+
+def _piece(data: Any) -> orjson.Fragment:
+    """Encode a part by itself: a thread that encodes everything in one call lets no other one run meanwhile."""
+    return orjson.Fragment(orjson.dumps(data))
 
 
 def _finite(metrics: Mapping[str, float | None]) -> dict[str, float]:
@@ -62,7 +86,7 @@ def _shape(logprobs: bytes, width: int) -> list[int]:
 
 def _forwarded_json(result: Forwarded) -> dict[str, Any]:
     outputs = [
-        {"logprobs": {"data": np.frombuffer(one, "<f4").tolist(), "dtype": "float32", "shape": _shape(one, width)}}
+        _piece({"logprobs": {"data": _numbers(one, "<f4"), "dtype": "float32", "shape": _shape(one, width)}})
         for one, width in zip(result.logprobs, result.widths, strict=True)
     ]
     return {"loss_fn_output_type": "ArrayRecord", "loss_fn_outputs": outputs, "metrics": _finite(result.metrics)}
@@ -112,21 +136,28 @@ def _fill(field: Any, likely: Likely | None) -> None:
 
 def _sampled_json(result: Sampled) -> dict[str, Any]:
     sequences = [
-        {
-            "stop_reason": one.stop,
-            "tokens": np.frombuffer(one.tokens, "<i4").tolist(),
-            "logprobs": np.frombuffer(one.logprobs, "<f4").tolist(),
-            "topk_logprobs": _pairs(one.likely),
-        }
+        _piece(
+            {
+                "stop_reason": one.stop,
+                "tokens": _numbers(one.tokens, "<i4"),
+                "logprobs": _numbers(one.logprobs, "<f4"),
+                "topk_logprobs": _pairs(one.likely),
+            }
+        )
         for one in result.sequences
     ]
-    logprobs = [None if math.isnan(value) else value for value in np.frombuffer(result.prompt_logprobs, "<f4").tolist()]
+    logprobs = [None if math.isnan(value) else value for value in _numbers(result.prompt_logprobs, "<f4")]
     return {
         "type": "sample",
         "sequences": sequences,
         "prompt_logprobs": logprobs or None,
         "topk_prompt_logprobs": _pairs(result.likely_prompt),
     }
+
+
+def _numbers(raw: bytes, kind: str) -> list[Any]:
+    found: list[Any] = np.frombuffer(raw, kind).tolist()
+    return found
 
 
 def _pairs(likely: Likely | None) -> list[list[tuple[int, float]] | None] | None:

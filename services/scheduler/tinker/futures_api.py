@@ -39,7 +39,7 @@ class FuturesApi:
         if answer is None:
             job = await self._access.ctx.store.job(owner.job)
             return _ended(job) or await self._try_again(id, owner, job)
-        return response_of(request, owner.id, answer.result)
+        return await response_of(request, owner.id, answer.result)
 
     async def _owner(self, request: web.Request, id: str) -> TinkerModel | Sampler:
         """Return the model or sampler of a request. Raises NotFound."""

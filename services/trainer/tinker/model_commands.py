@@ -200,7 +200,7 @@ class ModelCommands:
         made = TinkerCheckpoint(
             model=self.model, tenant=self.tenant, kind=body.kind, name=body.name, base=shared.spec.model.base,
             lora=self.lora, created=now, size=0, step=adapter.steps, seq=command.seq,
-            place_name="" if is_whole else f"{body.name}@{command.seq}", metadata=body.metadata,
+            place_name=f"{body.name}@{command.seq}", metadata=body.metadata,
             expires=now + body.ttl_s if body.ttl_s else 0.0,
         )  # fmt: skip
         known = [one for one in await shared.records.checkpoints(self.model) if one.path == made.path]

@@ -3,8 +3,8 @@
 state/model.safetensors     weights, moments, gradient sum, and which commands they contain
 state/ended.json            the model has ended, and why
 state/.epoch                trainers of lower epochs may not write here
-weights/NAME/               checkpoint: PEFT adapter, and state.safetensors with moments too, in float32
-sampler_weights/NAME/       PEFT adapter
+weights/NAME@SEQ/           checkpoint: PEFT adapter, and state.safetensors with moments too, in float32
+sampler_weights/NAME@SEQ/   PEFT adapter
 samplers/SAMPLER@SEQ/       likewise, not synced: it need not outlive the machine
 """
 

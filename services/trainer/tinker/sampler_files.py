@@ -1,7 +1,8 @@
-"""Files of sampler weights of a model that newer ones have replaced: which are kept, and the removal of the others.
+"""Files of weights of a model that newer ones have replaced: which are kept, and the removal of the others.
 
 samplers/SAMPLER@SEQ/        weights without a name
 sampler_weights/NAME@SEQ/    with a name, which may be saved again; external_weights likewise
+weights/NAME@SEQ/            checkpoints, which may be saved again with `overwrite`
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from opentinker.shared.state.tinker import TinkerStore
 
 KEPT_S = 3600.0
 """Files stay for this time after they were last the newest, or last belonged to a client that sends heartbeats."""
+WEIGHTS_KEPT_S = 600.0
+"""Likewise of checkpoints: commands that load them may be under way."""
+KEPT_OF = {"weights": WEIGHTS_KEPT_S, "sampler_weights": KEPT_S, "external_weights": KEPT_S}
 MOST_KEPT = 64
 """Samplers of a model that keep replaced files, the most recently used ones: a loop may make one in each step."""
 
@@ -34,8 +38,8 @@ async def kept_for_clients(records: TinkerStore, model: str) -> set[str]:
     return set(list(kept)[:MOST_KEPT])
 
 
-def remove_replaced(root: Path, *, newest: Set[str], kept: Set[str], now: float) -> list[str]:
-    """Remove directories in `root` that for KEPT_S were neither among `newest`, by name, nor among `kept`, by path.
+def remove_replaced(root: Path, *, newest: Set[str], kept: Set[str], now: float, kept_s: float = KEPT_S) -> list[str]:
+    """Remove directories in `root` that for `kept_s` were neither among `newest`, by name, nor among `kept`, by path.
     Returns their names. Raises OSError."""
     gone = []
     for path in sorted(root.iterdir()) if root.exists() else []:
@@ -44,7 +48,7 @@ def remove_replaced(root: Path, *, newest: Set[str], kept: Set[str], now: float)
         with suppress(FileNotFoundError):  # the checkpoint was deleted meanwhile
             if path.name in newest or str(path) in kept:
                 os.utime(path, (now, now))
-            elif now - path.stat().st_mtime >= KEPT_S:
+            elif now - path.stat().st_mtime >= kept_s:
                 gone.append(path.name)
                 shutil.rmtree(path, ignore_errors=True)
     return gone

@@ -142,9 +142,11 @@ class TinkerJob:
             newest = set() if ended else await asyncio.to_thread(sampler_files.newest_of, root)
             await asyncio.to_thread(sampler_files.remove_replaced, root, newest=newest, kept=kept, now=now)
             found = await records.checkpoints(model)
-            for kind in ("sampler_weights", "external_weights"):
+            for kind, kept_s in sampler_files.KEPT_OF.items():
                 newest = {one.place for one in found if one.kind == kind}
-                await asyncio.to_thread(sampler_files.remove_replaced, place / kind, newest=newest, kept=kept, now=now)
+                await asyncio.to_thread(
+                    sampler_files.remove_replaced, place / kind, newest=newest, kept=kept, now=now, kept_s=kept_s
+                )
 
     async def _close(self) -> None:
         """Store what has changed, unless the job is over: then answer what waits. No step prevents the next one."""

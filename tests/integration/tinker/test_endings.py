@@ -87,7 +87,8 @@ async def test_what_a_client_left_behind_is_removed(
     await leave(ctx, left)
     await until(lambda: keys_of(ctx, left), lambda keys: not [one for one in keys if "answer" not in one])
     assert [one.model for one in workers.commands if isinstance(one.body, Unload)] == [model]
-    assert not place.exists() and (await user.get(f"training_runs/{model}"))[0] == 404
+    await until(lambda: not place.exists())
+    assert (await user.get(f"training_runs/{model}"))[0] == 404
     assert (await user.post("asample", **asked(sampler)))[0] == 404
     assert (await user.post("session_heartbeat", session_id=left))[0] == 410
     assert (await user.get("sessions"))[1]["sessions"] == [lives]

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from opentinker.services.scheduler.tinker import answers
 from opentinker.services.scheduler.tinker.schema import SampleResponse
 from opentinker.shared.runtime.service import Context
+from opentinker.shared.types import codec
 from opentinker.shared.types.core import JobState
 from opentinker.shared.types.tinker import Answer, Failed, Likely, Sampled, Sampler, SampleSequence, Stepped
 from tests.conftest import until
@@ -204,3 +208,37 @@ async def test_what_waits_for_a_server_that_has_ended_fails(user: Client, worker
         return status == 410 and "load a checkpoint" in body["detail"]
 
     await until(gone)
+
+
+@pytest.mark.parametrize("protobuf", [True, False])
+async def test_a_large_answer_is_encoded_while_others_are_answered(
+    user: Client, workers: FakeWorkers, monkeypatch: pytest.MonkeyPatch, protobuf: bool
+) -> None:
+    threads: dict[str, set[bool]] = {"answers": set(), "store": set()}
+
+    def noted(where: str, call: Any) -> Any:
+        def run(*of: Any, **more: Any) -> Any:
+            threads[where].add(threading.current_thread() is threading.main_thread())
+            return call(*of, **more)
+
+        return run
+
+    monkeypatch.setattr(answers, "_encoded", noted("answers", answers._encoded))
+    noting = SimpleNamespace(to_json=noted("store", codec.to_json), from_json=codec.from_json)
+    monkeypatch.setattr("opentinker.shared.state.tinker_requests.codec", noting)
+    workers.answers = False
+    sampler = await sampler_of(user)
+    for seq, (length, in_loop) in enumerate([(3, True), (100_000, False)]):
+        tokens, logprobs = np.arange(length, dtype="<i4"), np.full(length, -0.5, "<f4")
+        one = SampleSequence(stop="length", tokens=tokens.tobytes(), logprobs=logprobs.tobytes())
+        promise = await user.ok("asample", **asked(sampler, seq))
+        for found in threads.values():
+            found.clear()
+        await workers.say(promise["request_id"], Sampled(sequences=[one]))
+        found = await user.result(promise, protobuf=protobuf)
+        assert threads == {"answers": {in_loop}, "store": {in_loop}}
+        if protobuf:
+            assert SampleResponse.FromString(found).sequences[0].tokens == tokens.tobytes()
+        else:
+            assert found["sequences"][0]["tokens"] == tokens.tolist()
+            assert found["sequences"][0]["logprobs"] == logprobs.tolist()

@@ -170,8 +170,8 @@ async def test_checkpoints_are_saved_refused_replaced_loaded_and_begun_with(serv
         await client.call(body)
     weights = (await server.adapter(client.model, "weights")).clone()
     assert await client.call(Save(kind="weights", name="a", ttl_s=1000.0)) == Saved(path="tinker://s:train:0/weights/a")
-    directory = tinker_place(server.data_dir, client.model) / "weights" / "a"
     (record,) = await server.records.checkpoints(client.model)
+    directory = tinker_place(server.data_dir, client.model) / "weights" / record.place
     assert record.step == 1 and record.tenant == "acme" and record.lora == LORA
     assert record.size == sum(path.stat().st_size for path in directory.iterdir())
     assert record.expires == pytest.approx(time.time() + 1000.0, abs=100.0)
@@ -197,7 +197,16 @@ async def test_checkpoints_are_saved_refused_replaced_loaded_and_begun_with(serv
     assert torch.equal(await server.adapter("s:train:1", "weights"), expected)
     assert torch.equal(await server.adapter("s:train:3", "weights"), expected)
     assert not torch.equal(await server.adapter("s:train:2", "weights"), expected)
+    before = {file.name: file.read_bytes() for file in directory.iterdir()}
     assert isinstance(await client.call(Save(kind="weights", name="a", overwrite=True)), Saved)
+    assert {file.name: file.read_bytes() for file in directory.iterdir()} == before, "one that is being loaded"
+    (record,) = await server.records.checkpoints(client.model)
+    replaced, directory = directory, directory.with_name(record.place)
+    assert directory.is_dir() and directory != replaced
+    for age_s, is_kept in ((500.0, True), (700.0, False)):
+        os.utime(replaced, (time.time() - age_s,) * 2)
+        await server.job._tidy()
+        assert replaced.exists() is is_kept and directory.is_dir()
     small = Client(server, "s:train:4")
     await small.create(LoraShape(rank=2))
     assert "has rank 4" in (await small.call(Load(path=path, directory=str(directory)))).error
