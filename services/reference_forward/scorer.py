@@ -109,8 +109,8 @@ class Scorer:
         heat_S = [heat for group, heat in zip(groups, temperatures, strict=True) for _ in group.trajectories]
 
         def compute(plan: Layout) -> Tensor:
-            assert plan.temperatures_U is not None
-            return token_scores(model, plan, temperature=plan.temperatures_U)[0]
+            assert plan.temperatures_P is not None
+            return token_scores(model, plan, temperature=plan.temperatures_P)[0]
 
         return self._per_token(model, groups, compute, heat_S)
 

@@ -37,32 +37,45 @@ def token_scores(
     """log softmax(logits / temperature) of every mask-1 token, the entropy (nats) of its distribution, and with `hits`
     whether the token is the likeliest of all (bool; else empty).
 
-    `temperature`: one for all, or float32 [U]. The entropy has a gradient only if `entropy_gradient` says so.
+    `temperature`: one for all, or float32 [P]. The entropy has a gradient only if `entropy_gradient` says so.
     `causal` is the Hugging Face model (PACKED attention). The results are [M], in the layout's order, float32.
-    The head runs at the U positions that need it; above `logits_at_once` elements it runs in chunks whose logits are
+    The head runs once for each of the P predictions; above `logits_at_once` elements it runs in chunks whose logits are
     dropped and made again in the backward pass. `agree` may ask for more chunks: processes that hold the head's weights
     together call it equally often.
     """
     hidden_1N = causal.get_decoder()(**_inputs(causal, plan), use_cache=False, plan=plan).last_hidden_state
-    hidden_U = hidden_1N[0].index_select(0, plan.predictors_U)
+    hidden_P = hidden_1N[0].index_select(0, plan.predictors_P)
     head = causal.get_output_embeddings()
-    U, V = hidden_U.shape[0], head.out_features
-    chunks = -(-U // max(1, logits_at_once // V))
+    P, V = hidden_P.shape[0], head.out_features
+    chunks = -(-P // max(1, logits_at_once // V))
     if agree is not None:
         chunks = agree(chunks)
     if chunks <= 1:
-        scores = _head_scores(head, hidden_U, plan.targets_U, temperature, entropy_gradient, hits)
+        scores = _head_scores(head, hidden_P, plan.rows_U, plan.targets_U, temperature, entropy_gradient, hits)
     else:
-        hidden, targets = hidden_U.tensor_split(chunks), plan.targets_U.tensor_split(chunks)
+        hidden = hidden_P.tensor_split(chunks)
+        rows, targets = _split_targets(plan, [len(part) for part in hidden])
         heat = temperature.tensor_split(chunks) if isinstance(temperature, Tensor) else [temperature] * chunks
         parts = [
-            checkpoint(_head_scores, head, h, t, k, entropy_gradient, hits, use_reentrant=False)
-            for h, t, k in zip(hidden, targets, heat, strict=True)
+            checkpoint(_head_scores, head, h, r, t, k, entropy_gradient, hits, use_reentrant=False)
+            for h, r, t, k in zip(hidden, rows, targets, heat, strict=True)
         ]
         scores = tuple(torch.cat(column) for column in zip(*parts, strict=True))
-    logprobs_U, entropy_U, hits_U = scores
+    logprobs_U, entropy_P, hits_U = scores
+    entropy_U = plan.of_targets(entropy_P)
     hits_M = hits_U.index_select(0, plan.selected_M) if hits else hits_U
     return logprobs_U.index_select(0, plan.selected_M), entropy_U.index_select(0, plan.selected_M), hits_M
+
+
+def _split_targets(plan: Layout, sizes: list[int]) -> tuple[list[Tensor | None], list[Tensor]]:
+    """Return rows, each counted from the first of its chunk, and targets of chunks with so many predictions."""
+    if plan.rows_U is None:
+        return [None] * len(sizes), list(plan.targets_U.split(sizes))
+    ends = torch.tensor(sizes, device=plan.rows_U.device).cumsum(0)
+    counts = torch.searchsorted(plan.rows_U, ends).diff(prepend=ends.new_zeros(1)).tolist()
+    starts = [0, *ends.tolist()]
+    rows = [part - start for part, start in zip(plan.rows_U.split(counts), starts, strict=False)]
+    return list(rows), list(plan.targets_U.split(counts))
 
 
 def _inputs(causal: Any, plan: Layout) -> dict[str, Any]:
@@ -100,22 +113,34 @@ def token_values(decoder: Any, head: Any, plan: Layout) -> Tensor:
     hidden_1N = decoder(
         input_ids=plan.ids_N[None], position_ids=plan.positions_N[None], use_cache=False, plan=plan
     ).last_hidden_state
-    values_U = head(hidden_1N[0].index_select(0, plan.predictors_U))[:, 0].float()
-    return cast(Tensor, values_U.index_select(0, plan.selected_M))
+    values_P = head(hidden_1N[0].index_select(0, plan.predictors_P))[:, 0].float()
+    return cast(Tensor, plan.of_targets(values_P).index_select(0, plan.selected_M))
 
 
 def _head_scores(
-    head: Any, hidden_U: Tensor, targets_U: Tensor, temperature: float | Tensor, entropy_gradient: bool, hits: bool
+    head: Any,
+    hidden_P: Tensor,
+    rows_U: Tensor | None,
+    targets_U: Tensor,
+    temperature: float | Tensor,
+    entropy_gradient: bool,
+    hits: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    logits_UV = head(hidden_U).float()
+    """Return log-probabilities [U], entropies [P] and, if asked for, hits [U]."""
+    logits_PV = head(hidden_P).float()
     if isinstance(temperature, Tensor):
-        logits_UV = logits_UV / temperature[:, None]
+        logits_PV = logits_PV / temperature[:, None]
     elif temperature != 1.0:
-        logits_UV = logits_UV / temperature
-    logprobs_UV = logits_UV.log_softmax(-1)
+        logits_PV = logits_PV / temperature
+    logprobs_PV = logits_PV.log_softmax(-1)
     # Tensors with a gradient come first: after recomputing them the backward pass skips the rest.
-    logprobs_U = logprobs_UV.gather(-1, targets_U[:, None])[:, 0]
+    if rows_U is None:
+        logprobs_U = logprobs_PV.gather(-1, targets_U[:, None])[:, 0]
+    else:
+        logprobs_U = logprobs_PV.view(-1).gather(0, rows_U * logprobs_PV.shape[1] + targets_U)
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-        entropy_U = -torch.linalg.vecdot(logprobs_UV.exp(), logprobs_UV)
-    hits_U = logprobs_UV.argmax(-1) == targets_U if hits else torch.empty(0, dtype=torch.bool, device=targets_U.device)
-    return logprobs_U, entropy_U, hits_U
+        entropy_P = -torch.linalg.vecdot(logprobs_PV.exp(), logprobs_PV)
+    if not hits:
+        return logprobs_U, entropy_P, torch.empty(0, dtype=torch.bool, device=targets_U.device)
+    best_P = logprobs_PV.argmax(-1)
+    return logprobs_U, entropy_P, (best_P if rows_U is None else best_P.index_select(0, rows_U)) == targets_U

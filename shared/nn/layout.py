@@ -55,7 +55,8 @@ class Seen(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """One micro-batch, ready for the forward pass. N stream tokens, M selected (mask-1) tokens, U of them distinct."""
+    """One micro-batch, ready for the forward pass. N stream tokens, M selected (mask-1) tokens, U of them distinct, P
+    predictions."""
 
     ids_N: Tensor
     positions_N: Tensor
@@ -63,20 +64,26 @@ class Layout:
     """Per bucket [rows, length]: the stream token in each place of each row."""
     places_N: Tensor
     """Where each stream token stands in the concatenation of the flattened buckets."""
-    predictors_U: Tensor
-    """Stream token whose hidden state predicts the target."""
+    predictors_P: Tensor
+    """Stream token whose hidden state is the prediction's."""
     targets_U: Tensor
     """Token id."""
     selected_M: Tensor
     """Index into U of each mask-1 token, sequence by sequence in the caller's order."""
     lengths: tuple[int, ...]
     """Length of each row, in the order of the buckets; the rest of a row is padding."""
-    temperatures_U: Tensor | None = None
+    rows_U: Tensor | None = None
+    """The prediction of each target, in ascending order; None: one each, P = U."""
+    temperatures_P: Tensor | None = None
     """Where sequences differ in it; tokens are then distinct by temperature too."""
     rows: Rows | None = None
     """Instead of the buckets, where it is there: see `attention.py`."""
     shown: tuple[Seen, ...] = ()
     """Images whose embeddings, one image after the other, stand where `ids_N` are SEEN and more."""
+
+    def of_targets(self, values_P: Tensor) -> Tensor:
+        """Return [U]: the value of each target's prediction."""
+        return values_P if self.rows_U is None else values_P.index_select(0, self.rows_U)
 
     def unpadded(self) -> Layout:
         """With `rows`."""
@@ -94,16 +101,17 @@ class Layout:
         """On a GPU with `rows`."""
         if torch.device(device).type == "cpu":
             return self
-        temperatures, rows = self.temperatures_U, self.unpadded().rows
+        temperatures, rows, rows_U = self.temperatures_P, self.unpadded().rows, self.rows_U
         assert rows is not None
         return replace(
             self,
             rows=rows.to(device),
             buckets=tuple(bucket.to(device) for bucket in self.buckets),
-            temperatures_U=None if temperatures is None else temperatures.to(device),
+            temperatures_P=None if temperatures is None else temperatures.to(device),
+            rows_U=None if rows_U is None else rows_U.to(device),
             **{
                 name: getattr(self, name).to(device)
-                for name in ("ids_N", "positions_N", "places_N", "predictors_U", "targets_U", "selected_M")
+                for name in ("ids_N", "positions_N", "places_N", "predictors_P", "targets_U", "selected_M")
             },
         )
 
@@ -120,7 +128,7 @@ def layout(
 
     Tokens that no mask-1 token depends on (the last one, trailing observations) are left out. Each distinct prefix is a
     node of the trie; nodes are numbered in lexicographic order of the sequences. `temperatures`: one per sequence, for
-    `token_scores(temperature=plan.temperatures_U)`; sequences share hidden states regardless of temperature. `shown`:
+    `token_scores(temperature=plan.temperatures_P)`; sequences share hidden states regardless of temperature. `shown`:
     see `vision.mark_image_tokens`.
     """
     places_S = [np.flatnonzero(np.asarray(mask)) for mask in masks]
@@ -146,11 +154,11 @@ def layout(
         positions_N=torch.from_numpy(trie.depths[used]),
         buckets=tuple(torch.from_numpy(bucket) for bucket in buckets),
         places_N=torch.from_numpy(places_N),
-        predictors_U=torch.from_numpy(stream_of_node[trie.parents[targets_U]]),
+        predictors_P=torch.from_numpy(stream_of_node[trie.parents[targets_U]]),
         targets_U=torch.from_numpy(trie.tokens[targets_U]),
         selected_M=torch.from_numpy(selected_M.reshape(-1)),
         lengths=tuple(len(row) for row in rows),
-        temperatures_U=None if temperatures is None else torch.from_numpy(levels[levels_U]).float(),
+        temperatures_P=None if temperatures is None else torch.from_numpy(levels[levels_U]).float(),
         shown=shown,
     )
 
@@ -168,18 +176,27 @@ def join(plans: Sequence[Layout]) -> Layout:
         rows += [row[:length] + start for row, length in zip(padded, plan.lengths, strict=True)]
     rows.sort(key=lambda row: -len(row))
     buckets, places_N = _buckets(rows, starts_N[-1])
-    heat = [plan.temperatures_U for plan in plans if plan.temperatures_U is not None]
+    heat = [plan.temperatures_P for plan in plans if plan.temperatures_P is not None]
     return Layout(
         ids_N=torch.cat([plan.ids_N for plan in plans]),
         positions_N=torch.cat([plan.positions_N for plan in plans]),
         buckets=tuple(torch.from_numpy(bucket) for bucket in buckets),
         places_N=torch.from_numpy(places_N),
-        predictors_U=torch.cat([plan.predictors_U + n for plan, n in zip(plans, starts_N, strict=False)]),
+        predictors_P=torch.cat([plan.predictors_P + n for plan, n in zip(plans, starts_N, strict=False)]),
         targets_U=torch.cat([plan.targets_U for plan in plans]),
         selected_M=torch.cat([plan.selected_M + u for plan, u in zip(plans, starts_U, strict=False)]),
         lengths=tuple(len(row) for row in rows),
-        temperatures_U=torch.cat(heat) if heat else None,
+        rows_U=_joined_rows(plans),
+        temperatures_P=torch.cat(heat) if heat else None,
     )
+
+
+def _joined_rows(plans: Sequence[Layout]) -> Tensor | None:
+    if all(plan.rows_U is None for plan in plans):
+        return None
+    starts_P = [0, *accumulate(len(plan.predictors_P) for plan in plans)]
+    rows = [torch.arange(len(plan.targets_U)) if plan.rows_U is None else plan.rows_U for plan in plans]
+    return torch.cat([rows_U + start for rows_U, start in zip(rows, starts_P, strict=False)])
 
 
 def with_ends(

@@ -104,9 +104,9 @@ class MixedBatch:
         return found
 
     def _temperature(self, plan: Layout) -> Tensor | float:
-        assert plan.temperatures_U is not None
+        assert plan.temperatures_P is not None
         values = {piece.part.options.temperature for piece in self.pieces}
-        return values.pop() if self.is_sole or values == {1.0} else plan.temperatures_U
+        return values.pop() if self.is_sole or values == {1.0} else plan.temperatures_P
 
     def _results(self, logprobs: Sequence[Tensor], losses_P: Tensor) -> list[PieceResult]:
         largest_P = torch.stack([

@@ -64,7 +64,7 @@ class PassPart:
     def plan(self) -> Layout:
         """Layout on the CPU, with temperatures."""
         heat = self.options.temperature
-        plans = [replace(u.plan, temperatures_U=torch.full((len(u.plan.targets_U),), heat)) for u in self.units]
+        plans = [replace(u.plan, temperatures_P=torch.full((len(u.plan.predictors_P),), heat)) for u in self.units]
         return plans[0] if len(plans) == 1 else join(plans)
 
     @cached_property

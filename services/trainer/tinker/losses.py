@@ -206,15 +206,17 @@ class _Group:
         """
         ends = [np.append(datum.ids_N, 0) for datum in self.data]
         plan = layout(ends, [np.arange(len(ids)) > 0 for ids in ends])
-        predictors_N = plan.predictors_U[plan.selected_M].numpy()
+        predictors_N = plan.predictors_P[plan.selected_M].numpy()
         widths_N = np.concatenate([np.full(len(datum.ids_N), datum.width) for datum in self.data])
         targets_M = np.concatenate([datum.targets_M for datum in self.data]).astype(np.int64)
         base = int(targets_M.max()) + 1
         distinct_U, selected_M = np.unique(predictors_N.repeat(widths_N) * base + targets_M, return_inverse=True)
         predictors_U, targets_U = np.divmod(distinct_U, base)
+        predictors_P, rows_U = np.unique(predictors_U, return_inverse=True)
         return replace(
             plan,
-            predictors_U=torch.from_numpy(predictors_U),
+            predictors_P=torch.from_numpy(predictors_P),
+            rows_U=None if len(predictors_P) == len(targets_U) else torch.from_numpy(rows_U.reshape(-1)),
             targets_U=torch.from_numpy(targets_U),
             selected_M=torch.from_numpy(selected_M.reshape(-1)),
         )

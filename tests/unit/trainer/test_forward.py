@@ -98,7 +98,7 @@ def test_every_row_is_found_in_the_stream(seed: int) -> None:
                     continue
                 context[row[end - 1]] = plan.ids_N[row[:end]].tolist()
     wanted = [(row[:t], row[t]) for row, mask in zip(ids, masks, strict=True) for t in range(len(row)) if mask[t]]
-    predictors, targets = plan.predictors_U[plan.selected_M].tolist(), plan.targets_U[plan.selected_M].tolist()
+    predictors, targets = plan.predictors_P[plan.selected_M].tolist(), plan.targets_U[plan.selected_M].tolist()
     assert [(context[p], t) for p, t in zip(predictors, targets, strict=True)] == wanted
     prefixes = {tuple(row[: t + 1]) for row, mask in zip(ids, masks, strict=True) for t in range(_last(mask))}
     assert len(plan.ids_N) == len(prefixes)

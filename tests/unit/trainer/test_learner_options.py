@@ -130,7 +130,7 @@ def test_fp32_head_computes_logits_in_float32_from_bfloat16_states_and_weights(s
                     input_ids=plan.ids_N[None], position_ids=plan.positions_N[None], use_cache=False, plan=plan
                 ).last_hidden_state[0]
             weight = learner.causal.get_output_embeddings().weight.bfloat16().double()
-            logits = F.linear(states.bfloat16().double()[plan.predictors_U], weight)
+            logits = F.linear(states.bfloat16().double()[plan.predictors_P], weight)
             exact = logits.log_softmax(-1).gather(-1, plan.targets_U[:, None])[plan.selected_M, 0]
         errors[fp32_head] = float((found - exact).abs().max())
     assert errors[True] < 1e-5 and errors[False] > 1e-4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from opentinker.services.trainer.tinker.losses import (
     split,
     units_of,
 )
+from opentinker.shared.nn.forward import token_scores
+from opentinker.shared.nn.layout import join
 from opentinker.shared.spec import LoraSpec
 from opentinker.shared.types.tinker import Datum
 from tests.conftest import WAIT_S
@@ -129,6 +132,40 @@ async def test_each_position_is_scored_on_its_targets_which_may_be_any_tokens(
         np.testing.assert_allclose(logprobs, expected, rtol=2e-5)
         expected_sum -= float((expected * datum.factor_M).sum())
     assert total == pytest.approx(expected_sum, rel=1e-5)
+
+
+@pytest.mark.parametrize("at_once", [1 << 24, 3 * VOCABULARY])
+def test_the_targets_of_a_token_share_a_prediction(base: BaseModel, at_once: int) -> None:
+    """The output layer runs once for a token: values and gradients are those of a run for each target. The second
+    bound cuts the predictions into chunks, some of them within a datum."""
+    data = read([*some_data("cross_entropy"), some_datum(9, width=5, prompt=PROMPT)], "cross_entropy")
+    units = units_of(data, find_loss("cross_entropy", {}), LIMITS.datum_tokens)
+    plan = join([unit.plan for unit in units])
+    assert plan.rows_U is not None and len(plan.predictors_P) < len(plan.targets_U)
+    heat = torch.linspace(0.7, 1.3, len(plan.predictors_P))
+    apart = replace(plan, predictors_P=plan.of_targets(plan.predictors_P), rows_U=None)
+    weight_VH, rows = base.causal.get_output_embeddings().weight, list[int]()
+    hook = base.causal.get_output_embeddings().register_forward_hook(lambda _, inputs, __: rows.append(len(inputs[0])))
+    found = []
+    weight_VH.requires_grad_(True)
+    try:
+        for one, temperature in ((plan, heat), (apart, plan.of_targets(heat))):
+            weight_VH.grad = None
+            scores = token_scores(
+                base.causal, one, temperature=temperature, logits_at_once=at_once, entropy_gradient=True, hits=True
+            )
+            (scores[0] * torch.linspace(-1, 1, len(scores[0])) + scores[1]).sum().backward()
+            found.append((*scores, weight_VH.grad, sum(rows)))
+            rows.clear()
+    finally:
+        hook.remove()
+        weight_VH.requires_grad_(False)
+        weight_VH.grad = None
+    (*together, ran), (*expected, ran_apart) = found
+    for one, other in zip(together, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    runs = 1 if at_once > 1000 else 2  # chunks are computed again for their gradients
+    assert (ran, ran_apart) == (runs * len(plan.predictors_P), runs * len(plan.targets_U))
 
 
 def test_neighbours_that_begin_alike_are_computed_together() -> None:
