@@ -27,7 +27,7 @@ from opentinker.services.rollout_worker.eval_runner import EvalRunner
 from opentinker.services.rollout_worker.opening_check import opening_mismatch_of
 from opentinker.services.rollout_worker.opponents import Opponents
 from opentinker.services.rollout_worker.seat_map import LoadedPolicy, SeatMap
-from opentinker.services.rollout_worker.transcripts import has_transcripts, too_large, without_transcripts
+from opentinker.services.rollout_worker.transcripts import has_transcripts, together, too_large, without_transcripts
 from opentinker.services.rollout_worker.tree_episode import TreeEpisode
 from opentinker.services.rollout_worker.url_player import UrlPlayer
 from opentinker.services.rollout_worker.weight_receiver import WeightReceiver, note_swap
@@ -49,7 +49,7 @@ from opentinker.shared.types.core import Ending, Lease, Ticket
 from opentinker.shared.types.error_text import error_sentence, error_tail
 from opentinker.shared.types.errors import JobFailed
 from opentinker.shared.types.swap import SwapCommand, SwapReply
-from opentinker.shared.types.trajectories import Group, Trajectory, together
+from opentinker.shared.types.trajectories import Group, Trajectory
 
 log = structlog.get_logger()
 

@@ -13,7 +13,7 @@ from opentinker.shared.messaging.bus import TooLarge
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types.core import Image, Message, Text
 from opentinker.shared.types.errors import JobFailed
-from opentinker.shared.types.trajectories import Group
+from opentinker.shared.types.trajectories import Group, Trajectory
 
 CHARACTERS = 20_000
 """Characters of all messages of a training episode in one context; they travel with its group."""
@@ -21,6 +21,12 @@ NAME = 64
 """Characters of the name of a tool: a policy may call one that does not exist."""
 TOKENS = 2048
 """Number of tokens, from the first, that are kept individually for a training episode in one context."""
+
+
+def together(trajectories: Sequence[Trajectory]) -> tuple[list[Trajectory], dict[str, bytes]]:
+    """Return the trajectories without their images, and these, each of them once."""
+    images = {digest: data for trajectory in trajectories for digest, data in trajectory.images.items()}
+    return [msgspec.structs.replace(t, images={}) if t.images else t for t in trajectories], images
 
 
 def is_kept(spec: JobSpec, group: int, sample: int) -> bool:

@@ -40,6 +40,8 @@ from opentinker.shared.types.manifest import (
 )
 
 WRITING, REMOVING = ".writing-", ".removing-"
+RELEASED = ".released"
+"""File with the step of the oldest checkpoint that its policy can go back to."""
 RUST_OS_ERROR = "(os error "
 """Part of the messages that safetensors and tokenizers raise for disk errors: not as OSError, the latter even as a bare
 Exception."""
@@ -179,6 +181,48 @@ def remove_after(root: Path, record: Manifest, epoch: int) -> list[int]:
             shutil.rmtree(path if path.name.startswith(REMOVING) else _set_aside(path), ignore_errors=True)
         sync_directory(root)
     return sorted({step for _, step in gone})
+
+
+def find_before(root: Path, manifest: Manifest) -> tuple[Path, Manifest] | None:
+    """Return the checkpoint before this one, if it is intact and nothing that a trainer needs to continue from it has
+    been released (`note_release`)."""
+    older = [pair for pair in list_checkpoints(root) if pair[1].age < manifest.age]
+    if not older or older[-1][1].step < _released(root):
+        return None
+    try:
+        return older[-1][0], read_intact(older[-1][0])
+    except JobFailed as error:
+        log.error("checkpoint_damaged", checkpoint=str(older[-1][0]), problem=str(error))
+        return None
+
+
+def may_begin_again(root: Path, manifest: Manifest) -> bool:
+    """Return whether a policy can go back from its first checkpoint to its first weights."""
+    return _released(root) == 0 and all(one.age >= manifest.age for _, one in list_checkpoints(root))
+
+
+def note_release(root: Path, step: int) -> None:
+    """Note that nothing is kept any more that only checkpoints before this step account for."""
+    replace_durably(root / RELEASED, str(step).encode())
+
+
+def _released(root: Path) -> int:
+    try:
+        return int((root / RELEASED).read_text())
+    except FileNotFoundError:
+        return 0
+
+
+def remove_newer(root: Path, kept: Manifest | None, epoch: int) -> list[int]:
+    """Remove the checkpoints that a policy has gone back from, all of them for None. Returns their steps. Raises Fenced
+    if a newer epoch owns the job."""
+    with _locked(root):
+        _refuse_epoch_below(fenced_epoch(root), epoch, root)
+        gone = [pair for pair in list_checkpoints(root) if kept is None or pair[1].age > kept.age]
+        for path, _ in gone:
+            shutil.rmtree(_set_aside(path), ignore_errors=True)
+        sync_directory(root)
+    return [one.step for _, one in gone]
 
 
 def positions(root: Path, damaged: Damaged) -> set[int]:

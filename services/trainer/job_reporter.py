@@ -72,8 +72,11 @@ class JobReporter:
         self.joint = joint or JointProgress(spec.train.steps, {"": spec.train.steps})
         self.root: Path = ctx.settings.data_dir / "jobs" / part_id(lease.job, policy) / "checkpoints"
         together = list(spec.policies) if spec.train.deterministic else []
-        roots = [ctx.settings.data_dir / "jobs" / part_id(lease.job, name) / "checkpoints" for name in together]
-        self.stored = PolicyCheckpoints(self.root, roots, self.joint)
+        roots = {
+            name: ctx.settings.data_dir / "jobs" / part_id(lease.job, name) / "checkpoints" for name in spec.policies
+        }
+        in_step = roots if self.joint.goes_back_together else {}
+        self.stored = PolicyCheckpoints(self.root, [roots[name] for name in together], self.joint, in_step)
         self.source = trainer_source(policy)
         self.metrics = MetricSource(ctx.bus, lease.job, self.source, prefix=metric_prefix(policy))
         self.lanes = Lanes(ctx.bus, lease.job, ctx.worker)

@@ -16,6 +16,8 @@ from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.policies import spec_of
 from opentinker.shared.spec.schedules import Rule, rule_of
 from opentinker.shared.types.core import WeightVersion
+from opentinker.shared.types.manifest import Manifest
+from opentinker.shared.types.trajectories import Group
 
 
 @dataclass
@@ -26,6 +28,18 @@ class CommonPosition:
     """None: there is no position at which every policy has an intact checkpoint."""
     damaged: dict[Path, dict[str, str]] = field(default_factory=lambda: defaultdict(dict))
     """By directory: damaged checkpoints that were skipped, and the problem of each."""
+
+
+@dataclass
+class RecoveryLine:
+    """From which checkpoints the policies of a job resume that trains all on every match, by directory of each; see
+    `policy_checkpoints.py`."""
+
+    found: dict[Path, tuple[Path, Manifest] | None] = field(default_factory=dict)
+    """None: the policy begins with its first weights."""
+    gone_back: set[Path] = field(default_factory=set)
+    """Those that resume from an older checkpoint than their newest."""
+    damaged: dict[Path, dict[str, str]] = field(default_factory=lambda: defaultdict(dict))
 
 
 class JointProgress:
@@ -53,6 +67,10 @@ class JointProgress:
         self._covered: set[str] = set()
         self.loading = asyncio.Lock()
         """Held while a policy is loaded: learners seed torch's generator, which they share."""
+        self.goes_back_together = False
+        """Whether the policies resume from a `RecoveryLine`."""
+        self.line: RecoveryLine | None = None
+        """Where the policies of another job resume, if they train on the same matches, likewise."""
         self.common: CommonPosition | None = None
         """Where the policies of a deterministic job resume, once the first of them has looked."""
         self.sweeping = threading.Lock()
@@ -69,6 +87,10 @@ class JointProgress:
         batches = {name: one.algorithm.groups_per_batch for name, one in own.items()}
         joint = cls(spec.train.steps, steps, rule_of(spec), batches)
         joint.ratings = JobRatings(spec.policies, {name: pool.policy or "" for name, pool in spec.pools.items()})
+        by_alarm = any(one.train.rewind_on for one in own.values())
+        joint.goes_back_together = (
+            len(own) > 1 and joint.rule.trains_together and not spec.train.deterministic and not by_alarm
+        )
         return joint
 
     def restore(self, policy: str, step: int, resumed: Mapping[int, int] | None = None) -> int | None:
@@ -122,6 +144,17 @@ class JointProgress:
         later: Iterable[int] = (step for epoch, step in self._resumed[policy].items() if epoch > version.epoch)
         common = min([version.step, *later])
         return version.step - common + self._visible[policy] - common
+
+    def is_gone(self, group: Group) -> bool:
+        """Return whether another policy has played the group with weights from which it was rolled back, where all
+        policies train on every match: that one discards it too."""
+        if not self.rule.trains_together:
+            return False
+        return any(
+            version.epoch < epoch and version.step > step
+            for name, version in group.newest_opponents.items()
+            for epoch, step in self._resumed.get(name, {}).items()
+        )
 
     def release(self, policy: str, floor: int) -> int:
         """A checkpoint of the policy accounts for the stream up to `floor`. Returns up to where all policies do."""

@@ -9,6 +9,8 @@ import asyncio
 import functools
 from pathlib import Path
 
+import structlog
+
 from opentinker.services.trainer import checkpoint
 from opentinker.services.trainer.job_reporter import JobReporter
 from opentinker.shared.asyncio_tools import finish_uncancelled
@@ -17,6 +19,8 @@ from opentinker.shared.spec import StartSpec
 from opentinker.shared.types.errors import JobFailed
 from opentinker.shared.types.manifest import Manifest, start_of
 
+log = structlog.get_logger()
+
 
 async def resume(reporter: JobReporter) -> Manifest | None:
     """Load the newest good checkpoint into the learner; without one, the model that the job starts from.
@@ -24,6 +28,8 @@ async def resume(reporter: JobReporter) -> Manifest | None:
     Older epochs cannot write afterwards. Raises JobFailed, Fenced.
     """
     path, manifest = await _find_checkpoint(reporter) or (None, None)
+    if gone := await asyncio.to_thread(reporter.stored.forget_newer, manifest, reporter.lease.epoch):
+        log.info("went_back", policy=reporter.policy, removed=gone)
     if manifest is not None:
         await reporter.continue_from(manifest)
     # Without a checkpoint only evaluations of the weights that the job starts from remain valid.

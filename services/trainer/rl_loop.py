@@ -86,6 +86,7 @@ class TrainerJob:
             drop_zero_variance=bool(algorithm.drop_zero_variance),
             in_order=spec.train.deterministic,
             opponent_lag=lambda group: self.joint.moved(group.opponents),
+            opponent_is_gone=self.joint.is_gone,
             max_opponent_lag=max_opponent_lag(spec),
             keep=kept_groups(spec),
             solved_at=solved_at,
@@ -107,6 +108,8 @@ class TrainerJob:
         """`received` at the checkpoint up to whose floor the stream was purged."""
         self.position: int | None = 0 if spec.train.deterministic else None
         """See Manifest.position."""
+        self.seen: dict[str, WeightVersion] = {}
+        """See Manifest.seen."""
         self.shift = 0
         """Number of unused group numbers, see Admission.shift."""
         self.withheld: SnapshotLike | None = None
@@ -152,7 +155,7 @@ class TrainerJob:
             self.assembler.known.update(manifest.consumed)
             discarded = {k.removeprefix("discarded/"): n for k, n in manifest.ledger.items() if "/" in k}
             self.saved = [SavedStep(manifest.step, manifest.stream_floor, 0)]
-            self.position = manifest.position
+            self.position, self.seen = manifest.position, dict(manifest.seen)
             await self.validation.resumed(self.step)
         await self.rewinder.restored(manifest)
         self.assembler.resumed = resumed
@@ -268,6 +271,8 @@ class TrainerJob:
         self.step += 1
         matches = [*(match for group in batch for match in group.matches), *self.assembler.pop_uncounted()]
         self.pools.count(count_outcomes(matches))
+        for name, version in (pair for group in batch for pair in group.newest_opponents.items()):
+            self.seen[name] = max(version, self.seen.get(name, version))
         if self.position is not None:  # nothing is issued between the batch's last group and the next version
             self.position = max(group.seq for group in batch) + 1 - self.shift
         await self.admission.train(self.step, [group.seq for group in batch])
@@ -346,6 +351,7 @@ class TrainerJob:
             },
             next_seq=(await self.admission.ledger()).issued,
             position=self.position,
+            seen=dict(self.seen),
             baselines=self.learner.baselines,
             pools=dict(self.pools.members),
             rewinds=self.rewinder.count,
@@ -358,6 +364,7 @@ class TrainerJob:
 
     async def _release(self, saved: SavedStep) -> None:
         """Release everything that this checkpoint accounts for: it will not be read again."""
+        await asyncio.to_thread(self.reporter.stored.note_release, saved.step)
         await self.admission.commit(saved.step)
         self.assembler.forget(saved.floor)
         self.received_at_purge = saved.received

@@ -34,6 +34,11 @@ class Rule(NamedTuple):
     growth: int = 1
     """Most batches that a step takes."""
 
+    @property
+    def trains_together(self) -> bool:
+        """Return whether all policies train on every match."""
+        return self.gate in ("all", "neediest")
+
 
 def rule_of(spec: JobSpec) -> Rule:
     match = spec.match

@@ -80,6 +80,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """The first ticket number never issued, as far as the trainer knows."""
     position: int | None = None
     """Deterministic jobs: groups issued for the steps up to this one, without those of rolled-back steps."""
+    seen: dict[str, WeightVersion] = {}
+    """Newest version of each other policy that has played in a match which this one was trained on."""
     data: DataCursor | None = None
     """sft, dpo."""
     baselines: SeatBaselines = {}

@@ -235,6 +235,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     """By sample and seat, of a part that one policy played (`of`): `totals` of the whole group."""
     opponents: dict[str, WeightVersion] = {}
     """By name, of a part that one policy played (`of`): the oldest version of each other policy that had a turn."""
+    newest_opponents: dict[str, WeightVersion] = {}
+    """The same, the newest version of each."""
     matches: list[MatchResult] = []
     """Of a part that one policy played (`of`): its results against the other players."""
     others: list[Trajectory] = []
@@ -253,14 +255,15 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
         won, and what they played in the episodes that people may read; without trajectories if it had no turn."""
         own = [t for t in self.trajectories if t.policy == policy]
         others = [t for t in self.trajectories if t.policy != policy]
-        opponents: dict[str, WeightVersion] = {}
+        versions: dict[str, list[WeightVersion]] = {}
         for other in others:
-            opponents[other.policy] = min(other.oldest, opponents.get(other.policy, other.oldest))
+            versions.setdefault(other.policy, []).extend(span.version for span in other.spans)
         return msgspec.structs.replace(
             self,
             trajectories=own,
             rewards_of_all=self.totals,
-            opponents=opponents,
+            opponents={name: min(seen) for name, seen in versions.items()},
+            newest_opponents={name: max(seen) for name, seen in versions.items()},
             matches=self._matches(policy),
             others=[other for other in others if other.transcript is not None],
         )
@@ -378,12 +381,6 @@ def _met(mine: float, theirs: float, views: Sequence[Trajectory] = ()) -> Oppone
     """Return an opponent that played these views, by the mean rewards of both."""
     outcome = DRAWN if alike([mine, theirs]) else float(mine > theirs)
     return Opponent(outcome=outcome, version=str(min(view.oldest for view in views)) if views else "")
-
-
-def together(trajectories: Sequence[Trajectory]) -> tuple[list[Trajectory], dict[str, bytes]]:
-    """The trajectories without their images, and these, each of them once."""
-    images = {digest: data for trajectory in trajectories for digest, data in trajectory.images.items()}
-    return [msgspec.structs.replace(t, images={}) if t.images else t for t in trajectories], images
 
 
 def totals(trajectories: Sequence[Trajectory]) -> tuple[dict[str, float], dict[str, float]]:

@@ -42,6 +42,8 @@ class Assembler:
     """A batch is ordered by group number. Deterministic jobs have no staleness, so it then holds all there are."""
     opponent_lag: Callable[[Group], int] = lambda _: 0
     """How many versions the other policies have moved since they played the group."""
+    opponent_is_gone: Callable[[Group], bool] = lambda _: False
+    """Whether another policy has played the group with weights that were rolled back: it will not train on it."""
     max_opponent_lag: int | None = None
     """Groups with a larger opponent lag are discarded."""
     keep: int | None = None
@@ -102,10 +104,9 @@ class Assembler:
     def _verdict(self, group: Group, step: int) -> Discard | None:
         if not group.trajectories:
             return Discard.ABSENT
-        for trajectory in group.trajectories:
-            for span in trajectory.spans:
-                if self._rolled_back(span.version, step):
-                    return Discard.FROM_FUTURE
+        spans = (span for trajectory in group.trajectories for span in trajectory.spans)
+        if any(self._rolled_back(span.version, step) for span in spans) or self.opponent_is_gone(group):
+            return Discard.FROM_FUTURE
         if step - group.oldest.step > self.max_staleness:
             return Discard.STALE
         if self.max_opponent_lag is not None and self.opponent_lag(group) > self.max_opponent_lag:

@@ -74,7 +74,7 @@ async def test_matches_are_whole_and_zero_sum_whoever_is_killed(tmp_path: Path, 
         trained = {name: await check(cluster, job, spec, name) for name in POLICIES}
         both = await check_shared(cluster, job, trained)
         one = [GROUP_SIZE * len(groups) - both for groups in trained.values()]
-        assert both > 0.5 * MATCHES
+        assert both > 0.95 * MATCHES, "policies resume from checkpoints that fit each other"
         figure(
             f"{both} matches trained by both policies, {one} by one alone (stale for the other), under {KILLS} kills "
             f"({dict(killed)}): each zero-sum, none half, none twice; ledgers balanced throughout"

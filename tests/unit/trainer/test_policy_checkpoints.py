@@ -11,6 +11,7 @@ import pytest
 from opentinker.services.trainer.checkpoint import commit, list_checkpoints
 from opentinker.services.trainer.joint_progress import JointProgress
 from opentinker.services.trainer.policy_checkpoints import PolicyCheckpoints
+from opentinker.shared.types.core import WeightVersion
 from opentinker.shared.types.manifest import name_of
 from tests.unit.trainer.test_checkpoint import manifest, write
 
@@ -85,3 +86,80 @@ def test_a_policy_keeps_what_the_one_behind_it_needs(pair: Pair) -> None:
     pair.stored("a").sweep(2, 1)
     assert (pair.kept("b"), pair.kept("a")) == ([16, 24], [16, 24, 28])
     assert pair.resume()[0] == {"a": 24, "b": 24}
+
+
+# --- jobs that are not deterministic ---------------------------------------------------------------------------------
+
+
+class InStep(Pair):
+    """Two policies that train on the same matches and resume from a recovery line."""
+
+    def keep(
+        self,
+        name: str,
+        step: int,
+        *,
+        seen: int,
+        epoch: int = 1,
+        resumed: dict[int, int] | None = None,
+        seen_in: int = 1,
+    ) -> None:
+        """Save a checkpoint that was trained on matches of the other policy's versions up to `seen`."""
+        (other,) = BATCH.keys() - {name}
+        versions = {other: WeightVersion(1, seen)}
+        made = msgspec.structs.replace(manifest(step, epoch), seen=versions, resumed=resumed or {1: 0})
+        commit(self.roots[name], made, write)
+
+    def steps(self, epoch: int = 2) -> dict[str, int]:
+        """Return the step from which each policy resumes in a new trainer, which forgets what came after it."""
+        joint = JointProgress(9, {"a": 9, "b": 9})
+        found = {}
+        for name, root in self.roots.items():
+            stored = PolicyCheckpoints(root, [], joint, self.roots)
+            one = stored.find({})
+            stored.forget_newer(None if one is None else one[1], epoch)
+            found[name] = 0 if one is None else one[1].step
+        newest = {name: max([0, *(one.step for _, one in list_checkpoints(root))]) for name, root in self.roots.items()}
+        assert found == newest
+        return found
+
+
+@pytest.fixture
+def in_step(tmp_path: Path) -> InStep:
+    return InStep(tmp_path)
+
+
+def test_no_checkpoint_counts_that_later_weights_of_another_policy_have_trained(in_step: InStep) -> None:
+    assert in_step.steps() == {"a": 0, "b": 0}
+    in_step.keep("a", 3, seen=2)
+    assert in_step.steps() == {"a": 0, "b": 0}, "b has saved none of the versions that a has met"
+    for step, seen in ((3, 2), (6, 6)):
+        in_step.keep("a", step, seen=seen)
+    in_step.keep("b", 4, seen=3)
+    assert in_step.steps() == {"a": 3, "b": 4}, "a has met b's step 6, which is lost"
+    in_step.keep("a", 6, seen=4)
+    in_step.keep("b", 8, seen=6)
+    assert in_step.steps() == {"a": 6, "b": 8}, "both are the newest"
+
+
+def test_both_go_back_if_each_has_met_what_the_other_lacks(in_step: InStep) -> None:
+    for step, seen in ((3, 3), (6, 7)):
+        in_step.keep("a", step, seen=seen)
+        in_step.keep("b", step, seen=seen)
+    assert in_step.steps() == {"a": 3, "b": 3}
+
+
+def test_a_policy_never_goes_back_to_what_was_released(in_step: InStep) -> None:
+    for step in (3, 6):
+        in_step.keep("a", step, seen=step + 1)
+        in_step.keep("b", step, seen=step)
+    PolicyCheckpoints(in_step.roots["a"], [], JointProgress(9, {"a": 9, "b": 9}), in_step.roots).note_release(6)
+    assert in_step.steps() == {"a": 6, "b": 6}, "some matches are then trained by a alone"
+
+
+def test_versions_that_were_rolled_back_are_in_no_checkpoint_of_a_later_trainer(in_step: InStep) -> None:
+    for step in (3, 6):
+        in_step.keep("a", step, seen=step)
+    in_step.keep("b", 3, seen=2)
+    in_step.keep("b", 7, seen=3, epoch=2, resumed={1: 0, 2: 5})
+    assert in_step.steps(3) == {"a": 3, "b": 7}, "b's step 6 of the first trainer was another one"
