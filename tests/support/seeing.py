@@ -15,8 +15,8 @@ import torch
 
 from examples.models.make_seeing import make_seeing
 from opentinker.envs.png import png
+from opentinker.services.rollout_worker import transcripts
 from opentinker.services.rollout_worker.renderer import Renderer, images_of
-from opentinker.shared.types import trajectories as trajectories_of
 from opentinker.shared.types.core import F32, Image, Message, Text
 from opentinker.shared.types.trajectories import Group, Trajectory
 from tests.support.factories import group_of, trajectory_of
@@ -52,7 +52,7 @@ def shown(renderer: Renderer, messages: list[Message], answer: Sequence[int], **
 def together(trajectories: Sequence[Trajectory]) -> Group:
     """A group of them."""
     group = group_of(list(trajectories))
-    bare, images = trajectories_of.together(group.trajectories)
+    bare, images = transcripts.together(group.trajectories)
     group = msgspec.structs.replace(group, trajectories=bare, images=images)
     group.check()
     return group
