@@ -37,9 +37,9 @@ from opentinker.shared.types.tinker import (
 )
 
 MAX_MODELS = 256
-"""Of a tenant, that were not unloaded."""
+"""Largest number of a tenant's models that were not unloaded."""
 MAX_CHECKPOINT_BYTES = 1 << 40
-"""Of a tenant's checkpoints: beyond it none is saved. Those that are being saved may go beyond."""
+"""Bytes of a tenant's checkpoints at which further saves are refused. Saves under way may exceed it."""
 
 
 # KEYS model, models, models of the job, live, trained. ARGV: id, record, created, MAX_MODELS
@@ -131,7 +131,7 @@ class TinkerStore(TinkerSessions):
         await self._redis.hdel(f"tinker:model:{model}", "unload")
 
     async def end_model(self, model: TinkerModel) -> None:
-        """Note that the model was unloaded: it takes no commands any more."""
+        """Note that the model was unloaded: it takes no further commands."""
         ended = codec.to_json(msgspec.structs.replace(model, ended=True))
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.hset(f"tinker:model:{model.id}", "record", ended)

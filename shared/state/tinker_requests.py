@@ -1,6 +1,6 @@
 """Requests of the Tinker API in Redis: which were asked, their answers, how many wait, and how many tokens they had.
 
-Redis keys, beside those of `tinker.py`:
+Redis keys:
     tinker:asked:{model}           hash: number of a command -> digest of its body
     tinker:open:{model}            sorted set of the numbers of commands without an answer, by themselves
     tinker:answer:{request}        the Answer as JSON; expires

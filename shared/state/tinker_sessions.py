@@ -32,7 +32,7 @@ BEAT_S = 300
 SESSION_KEPT_S = 86400.0
 """A session without heartbeats for this long is removed, with its samplers and models."""
 MAX_SESSIONS, MAX_SAMPLERS = 1000, 10_000
-"""Of a tenant."""
+"""Largest number for a tenant."""
 SAMPLER_KEPT_S = 3600.0
 """A sampler without requests for this long makes room for new ones at the bound."""
 
@@ -120,7 +120,7 @@ class TinkerSessions(TinkerRequests):
             await pipe.execute()
 
     async def finished(self, id: str) -> str:
-        """Return how the client of a session ended, as JSON; empty: it has not said that it has."""
+        """Return how the client of a session ended, as JSON; empty: it has not reported an end."""
         return str(await self._redis.get(f"tinker:finished:{id}") or "")
 
     async def is_alive(self, id: str) -> bool:
@@ -144,7 +144,7 @@ class TinkerSessions(TinkerRequests):
     async def models_in(self, session: str) -> list[str]:
         return sorted(await self._redis.smembers(f"tinker:trained:{session}"))
 
-    async def sessions_left(self, before: float, limit: int = 100) -> list[TinkerSession]:
+    async def sessions_left(self, before: float, limit: int = 1000) -> list[TinkerSession]:
         """Return sessions without a heartbeat since this Unix time, those left first."""
         ids = await self._redis.zrange("tinker:beats", "-inf", before, byscore=True, offset=0, num=limit)
         texts = await self._redis.mget([f"tinker:session:{id}" for id in ids]) if ids else []

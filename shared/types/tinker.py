@@ -95,9 +95,9 @@ class Save(msgspec.Struct, frozen=True, kw_only=True, tag="save"):
     """0: kept until it is deleted."""
     overwrite: bool = False
     follows: bool = False
-    """Of `sampler`: it takes later sampler weights of the model, with a name or without."""
+    """Whether `sampler` takes later sampler weights of the model, with a name or without."""
     metadata: dict[str, str] = {}
-    """Of the checkpoint."""
+    """The checkpoint's."""
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
@@ -129,7 +129,7 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
 
 class Forwarded(msgspec.Struct, frozen=True, kw_only=True, tag="forwarded"):
     logprobs: list[bytes]
-    """Of each datum float32 [N, K]."""
+    """float32 [N, K] for each datum."""
     widths: list[int]
     """K of each datum."""
     metrics: Mapping[str, float | None]
@@ -147,7 +147,7 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True, tag="saved"):
 
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag="loaded"):
-    """Of Create, Load and Unload."""
+    """Result of Create, Load and Unload."""
 
     path: str = ""
 
@@ -189,16 +189,16 @@ class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
     params: SampleParams = SampleParams()
     prompt_logprobs: bool = False
     last_prompt: int = 0
-    """Log-probabilities and likeliest tokens of so many tokens at the end of the prompt alone, NaN and cells without a
-    token before them; 0: of all."""
+    """Log-probabilities and likeliest tokens are given for this number of tokens at the end of the prompt, with NaN and
+    empty cells before them; 0: for all."""
     likely_prompt: int = 0
-    """So many of the likeliest tokens at each place of the prompt."""
+    """Number of likeliest tokens at each place of the prompt."""
     likely: int = 0
     """Likewise of each sample."""
 
 
 MAX_CELLS = 4_000_000
-"""Of the arrays of an answer to a request for samples."""
+"""Largest number of values in the arrays of an answer to a request for samples."""
 
 
 def too_many_cells(request: SampleRequest, max_tokens: int) -> str:
@@ -342,7 +342,7 @@ class Sampler(msgspec.Struct, frozen=True, kw_only=True):
     base: str
     model: str = ""
     path: str = ""
-    """Of the checkpoint, where it has a name."""
+    """Path of the checkpoint; empty for weights without a name."""
     directory: str = ""
     version: str = ""
     rank: int = 0
@@ -358,7 +358,7 @@ class ModelProgress(msgspec.Struct, frozen=True, kw_only=True):
     steps: int = 0
     """Optimizer steps."""
     tokens: int = 0
-    """Of the passes."""
+    """Tokens of the passes."""
     queue_s: float = 0.0
     """Mean seconds that the newest passes waited for those of others."""
     loss: float | None = None

@@ -31,7 +31,7 @@ class _Loaded:
         self.name = name
         self.users = 0
         self.leaving = False
-        """It is being evicted: nobody new may use it."""
+        """It is being evicted: no further request may use it."""
         self.idle = asyncio.Event()
         self.idle.set()
 

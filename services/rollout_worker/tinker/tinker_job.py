@@ -61,7 +61,7 @@ places take: others stay in the stream, for other workers."""
 @dataclass
 class Undrawn:
     samples: int
-    """Of a request that has begun."""
+    """Samples of a begun request that are not drawn yet."""
 
 
 class TinkerJob:
@@ -187,7 +187,7 @@ class TinkerJob:
                         log.error("bad_request", error=delivery.error)
                         result: Sampled | Failed = _fault("it cannot be read by this release of the server")
                     elif delivery.deliveries > MAX_DELIVERIES:
-                        result = _fault(f"{MAX_DELIVERIES} tries came to no end, because workers were lost meanwhile")
+                        result = _fault(f"{MAX_DELIVERIES} tries came to no end, because workers were lost")
                     else:
                         result = await self._result(request, undrawn)
                     await self._keep(id, result)

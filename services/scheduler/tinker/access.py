@@ -46,7 +46,7 @@ PATH = re.compile(
 
 @contextlib.contextmanager
 def too_many(what: str) -> Iterator[None]:
-    """Around a request that is noted: where it is too many, the client is told to wait. Raises TooMany."""
+    """Turn a reached bound into TooMany, which makes the client wait and send the request again."""
     try:
         yield
     except TooManyWaiting as error:
@@ -63,7 +63,7 @@ class Access:
     # --- Tinker servers ---------------------------------------------------------------------------------------------
 
     async def servers(self, request: web.Request) -> list[JobRecord]:
-        """Return the running jobs whose models the tenant may train, those of its own first."""
+        """Return the running jobs whose models the tenant may train, its own jobs first."""
         tenant = tenant_of(request)
         jobs = [job for job in await self.ctx.store.active_jobs() if job.kind == KIND]
         found = [job for job in jobs if settings_of(job).allows(job.tenant, tenant)]

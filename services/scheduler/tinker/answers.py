@@ -67,7 +67,7 @@ def _as_json(owner: str, result: Forwarded | Stepped | Saved | Loaded | Sampled)
 
 
 def _piece(data: Any) -> orjson.Fragment:
-    """Encode a part by itself: a thread that encodes everything in one call lets no other one run meanwhile."""
+    """Encode one part. A single call that encodes everything would hold the interpreter and block other threads."""
     return orjson.Fragment(orjson.dumps(data))
 
 
@@ -161,7 +161,7 @@ def _numbers(raw: bytes, kind: str) -> list[Any]:
 
 
 def _pairs(likely: Likely | None) -> list[list[tuple[int, float]] | None] | None:
-    """Of each place the likeliest tokens with their log-probabilities; None where there are none."""
+    """Return the likeliest tokens of each place with their log-probabilities; None for a place without any."""
     if likely is None:
         return None
     ids = np.frombuffer(likely.ids, "<i4").reshape(likely.length, likely.k).tolist()

@@ -37,7 +37,7 @@ Body = Create | ForwardBackward | OptimStep | Save | Load | Unload | Skip
 PUBLISH_S = 20.0
 """Then the answer is 503, and the client sends the request again."""
 OVERHEAD = 1024
-"""Bytes of a message beside its payload."""
+"""Bytes of a message that are not payload."""
 
 
 async def or_skip(body: Callable[[], Awaitable[Body]]) -> Body:
@@ -76,7 +76,7 @@ class Commands:
             try:
                 promise = await self.send(model, await self._access.store.unload_number(model.id), Unload())
                 break
-            except Conflict:  # a command has come meanwhile
+            except Conflict:  # another command took the number
                 await self._access.store.forget_unload(model.id)
         if not model.ended:
             await self._access.store.end_model(model)

@@ -116,7 +116,7 @@ class DownloadsApi:
         if not hmac.compare_digest(signature.encode(), shown.encode("utf-8", "surrogateescape")):
             raise NotFound("the URL was not made by this server")
         if (tenant := await self._tenant(by)) is None:
-            raise NotFound("the key by which the URL was asked for is not valid any more; ask for new ones")
+            raise NotFound("the key that requested the URL is no longer valid; request the URLs again with another key")
         for one in await self._access.store.checkpoints(names["model"]):
             is_wanted = (one.kind, one.name) == (names["kind"], names["name"])
             if is_wanted and not 0 < one.expires <= time.time() and (one.public or one.tenant == tenant):

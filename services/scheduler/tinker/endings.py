@@ -1,4 +1,4 @@
-"""Removes what clients of the Tinker API have left behind: sessions without heartbeats, with their samplers and models.
+"""Removes sessions of the Tinker API whose clients send no heartbeats, with their samplers and models.
 
 run   consumes the index of heartbeats; produces commands that unload models, and deletions. Any number of schedulers
       may do it.
@@ -27,7 +27,7 @@ log = structlog.get_logger()
 
 ROUND_S = 60.0
 ENDINGS = (RedisError, NatsError, OSError, TimeoutError, OpenTinkerError)
-"""What prevents an ending in this round; the next one does it."""
+"""Errors that postpone an ending to the next round."""
 
 
 async def close_left_sessions(access: Access, commands: Commands) -> None:
@@ -35,11 +35,16 @@ async def close_left_sessions(access: Access, commands: Commands) -> None:
     while True:
         before = time.time() - SESSION_KEPT_S
         try:
-            for session in await access.store.sessions_left(before):
+            left = await access.store.sessions_left(before)
+        except ENDINGS as error:
+            left = []
+            log.warning("sessions_unavailable", error=str(error) or type(error).__name__)
+        for session in left:
+            try:
                 if await _close(access, commands, session, before):
                     log.info("session_closed", session=session.id, tenant=session.tenant)
-        except ENDINGS as error:
-            log.warning("sessions_not_closed", error=str(error) or type(error).__name__)
+            except ENDINGS as error:
+                log.warning("session_not_closed", session=session.id, error=str(error) or type(error).__name__)
         await sleep(ROUND_S)
 
 
@@ -61,13 +66,13 @@ async def _close(access: Access, commands: Commands, session: TinkerSession, bef
 
 
 async def _is_unloaded(access: Access, commands: Commands, model: TinkerModel) -> bool:
-    """Return whether a model is not in its server any more; unload it if it is."""
+    """Return whether the server has unloaded a model; ask it to if it has not."""
     if (await access.server_or_ended(model.job)).state.final:
         return True
     if not model.ended:
         try:
             await commands.unload(model)
-        except web.HTTPGone:  # its server has ended meanwhile
+        except web.HTTPGone:  # its server has just ended
             return True
         return False
     return not await access.store.is_waiting(model.id)

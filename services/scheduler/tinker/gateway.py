@@ -1,8 +1,8 @@
-"""The Tinker API on the scheduler's HTTP server: its handlers, and what runs beside them.
+"""The Tinker API on the scheduler's HTTP server: its handlers and background tasks.
 
     client --HTTP--> handlers --COMMAND, SAMPLE--> trainer, rollout worker --ANSWERED--> futures --> client
 
-It keeps nothing: any scheduler answers any request.
+It is stateless: any scheduler answers any request.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class ModelsApi:
 
 
 async def queue_of(store: Store, job: JobRecord) -> str:
-    """Return what the job's trainer says of its queue; empty: there is no trainer, or it has not said."""
+    """Return how the job's trainer describes its queue; empty without a trainer, or before its first report."""
     if not job.state.held:
         return ""
     workers = [one for one in await store.workers() if one.job == job.id and one.pool is Pool.TRAINER]

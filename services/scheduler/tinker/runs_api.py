@@ -101,7 +101,7 @@ class RunsApi:
     async def delete(self, request: web.Request) -> web.Response:
         """Delete a checkpoint (Tinker)."""
         while not await self._access.remove(await self._access.own_checkpoint(request)):
-            pass  # it has changed meanwhile: it is read again
+            pass  # it was changed since it was read: read it again
         return json_response({})
 
     @Route("PUT", f"{CHECKPOINT}/ttl", Action.CHECKPOINTS_WRITE, takes=JSON)

@@ -1,7 +1,7 @@
 """The protobuf messages of the Tinker API, as far as this server reads and writes them.
 
 Numbers and types of the fields are what a client's messages have; `tests/integration/tinker/test_wire.py` compares them
-with what clients send. The file has a name and a package of its own, so that a process can load a client's too.
+with what clients send. File and package have distinct names, so that a process can load a client's schema too.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _MESSAGES: dict[str, str] = {
         "3 topk_prompt_logprobs TopkLogprobs; 4 prompt_cache_hit_tokens int32"
     ),
 }
-"""Of each message the fields: number, name, `repeated`, `optional`, or `map` (from strings), type."""
+"""Fields of each message: number, name, `repeated`, `optional`, or `map` (from strings), type."""
 
 
 def _typed(field: Any, type_: str) -> None:

@@ -36,7 +36,7 @@ from opentinker.shared.types.tinker import TinkerSession
 
 JSON = "application/json"
 CHUNK_BYTES = 5_000_000
-"""Of a forward_backward in protobuf: the message that carries it must fit NATS's max_payload, 8 MB."""
+"""Largest chunk of a forward_backward: the message that carries it must fit NATS's max_payload, 8 MB."""
 FLAGS: dict[str, Any] = {
     "parallel_fwdbwd_chunks": True,
     "proto_compress_fwdbwd": False,

@@ -1,7 +1,7 @@
 """Handlers of commands to models: create, forward and backward, optimizer steps, saves and loads.
 
-Each answers with a promise at once; `futures_api.py` has the answers. What is wrong in the content of a command that
-has a number becomes its answer: later commands of the model would wait for a number that never comes.
+Each responds immediately with a promise; `futures_api.py` delivers the answers. An error in the content of a numbered
+command becomes its answer: later commands of the model would wait for a number that never comes.
 """
 
 from __future__ import annotations

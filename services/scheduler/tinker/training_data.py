@@ -35,9 +35,9 @@ MAX_FIELDS = 100_000
 MAX_TOKENS = 1 << 20
 """Positions of one sequence, and cells of one of its arrays."""
 PROTOBUF_BYTES = 8 << 20
-"""Of a request."""
+"""Largest request."""
 DENSE_BYTES = 8 << 20
-"""Of all arrays of a request, which go to the trainer in one message, with sparse rows filled in."""
+"""Largest sum of the arrays of a request, sparse rows filled in: the trainer gets them in one message."""
 CLIPPED = ("clip_low_threshold", "clip_high_threshold")
 LOSSES: dict[str, tuple[str, ...]] = {
     "cross_entropy": (),
@@ -46,10 +46,10 @@ LOSSES: dict[str, tuple[str, ...]] = {
     "cispo": CLIPPED,
     "dro": ("beta",),
 }
-"""Of each loss the names of its settings."""
+"""Names of the settings of each loss."""
 INPUTS = {"cross_entropy": ("weights",)}
 SAMPLED = ("logprobs", "advantages", "mask")
-"""Arrays beside `target_tokens`: of cross_entropy, of the others."""
+"""Arrays that cross_entropy and the other losses take in addition to `target_tokens`."""
 _KINDS: dict[int, str] = {schema.FLOAT32: "<f4", schema.INT64: "<i8", schema.INT32: "<i4", schema.BFLOAT16: "<u2"}
 
 
@@ -64,7 +64,7 @@ class Tensor:
 
 
 class Room:
-    """Bytes that the arrays of a request may still take. Sparse rows of a small body may fill the memory."""
+    """Counts down the bytes of a request's arrays, so that sparse rows of a small body do not fill the memory."""
 
     def __init__(self) -> None:
         self._left = DENSE_BYTES

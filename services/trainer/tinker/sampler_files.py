@@ -45,7 +45,7 @@ def remove_replaced(root: Path, *, newest: Set[str], kept: Set[str], now: float,
     for path in sorted(root.iterdir()) if root.exists() else []:
         if path.name.startswith("."):
             continue
-        with suppress(FileNotFoundError):  # the checkpoint was deleted meanwhile
+        with suppress(FileNotFoundError):  # the checkpoint was just deleted
             if path.name in newest or str(path) in kept:
                 os.utime(path, (now, now))
             elif now - path.stat().st_mtime >= kept_s:

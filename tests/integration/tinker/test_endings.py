@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from opentinker.services.scheduler.http.errors import TooMany
 from opentinker.services.scheduler.tinker import endings, sessions_api
 from opentinker.services.scheduler.tinker.access import Access
 from opentinker.services.scheduler.tinker.commands import Commands
@@ -17,7 +18,7 @@ from opentinker.shared.security.key_text import parse
 from opentinker.shared.state.keys import KeyStore
 from opentinker.shared.types.core import JobState
 from opentinker.shared.types.errors import NotFound
-from opentinker.shared.types.tinker import OptimStep, TinkerSession, Unload, tinker_place
+from opentinker.shared.types.tinker import OptimStep, TinkerModel, TinkerSession, Unload, tinker_place
 from tests.conftest import until
 from tests.integration.tinker.site import BASE, Client, FakeWorkers, checkpoint_of, passes, start_server
 from tests.integration.tinker.test_sampling import asked
@@ -93,6 +94,24 @@ async def test_what_a_client_left_behind_is_removed(
     assert (await user.post("session_heartbeat", session_id=left))[0] == 410
     assert (await user.get("sessions"))[1]["sessions"] == [lives]
     assert (await user.get(f"training_runs/{kept}"))[0] == 200
+
+
+async def test_a_session_that_cannot_be_closed_keeps_no_other_one(
+    user: Client, workers: FakeWorkers, ctx: Context, closing: Access, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stuck, other = await user.model(), await user.model()
+    unload = Commands.unload
+
+    async def failing(commands: Commands, model: TinkerModel) -> Any:
+        if model.id == stuck:
+            raise TooMany("commands wait", 1.0)
+        return await unload(commands, model)
+
+    monkeypatch.setattr(Commands, "unload", failing)
+    await leave(ctx, stuck.partition(":")[0])
+    await leave(ctx, session := other.partition(":")[0])
+    await until(lambda: workers.store.has_session(session), lambda found: not found)
+    assert await workers.store.has_session(stuck)
 
 
 async def test_the_record_of_a_model_stays_while_it_has_checkpoints(
@@ -194,7 +213,7 @@ async def test_a_url_ends_with_its_key(user: Client, api: Http, ctx: Context, wo
     assert parsed is not None
     await keys.revoke(parsed[1], now=time.time())
     status, answer = await api("GET", url)
-    assert status == 404 and "not valid any more" in answer["detail"]
+    assert status == 404 and "no longer valid" in answer["detail"]
 
 
 # --- lists ----------------------------------------------------------------------------------------------------------
