@@ -2,6 +2,7 @@
 
 import SwaggerUI from "swagger-ui-dist/swagger-ui-es-bundle.js";
 import "swagger-ui-dist/swagger-ui.css";
+import "./docs.css";
 import { credentials, login } from "./lib/api.ts";
 
 interface Request {
