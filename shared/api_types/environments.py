@@ -59,6 +59,9 @@ class EnvironmentDescription(TypedDict):
     bots: list[str]
     """Names of its scripted players."""
     can_fork: bool
+    example: str
+    """An episode as text, and who played it: of your newest saved check, else of a built-in environment, or what an
+    episode of it needs. Empty if there is none."""
 
 
 class Environment(TypedDict):

@@ -13,8 +13,10 @@ import re
 from typing import Any
 
 import msgspec
+import orjson
 from aiohttp import web
 
+from opentinker.envs.examples import example_of
 from opentinker.services.scheduler.environments.unpack import MIB
 from opentinker.services.scheduler.environments.upload import Uploads, Version
 from opentinker.services.scheduler.http.auth import principal_of, tenant_of
@@ -26,6 +28,7 @@ from opentinker.shared.data import uploads
 from opentinker.shared.data.uploads import Reference
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.security.authorization import Action
+from opentinker.shared.state.check_reports import CheckReports
 from opentinker.shared.types.core import Pool
 from opentinker.shared.types.env_protocol import SERVED, EnvCheck
 from opentinker.shared.types.errors import Conflict, SpecError
@@ -48,6 +51,7 @@ class EnvironmentsApi:
     def __init__(self, ctx: Context) -> None:
         self.ctx = ctx
         self._uploads = Uploads.of(ctx.settings)
+        self._checks = CheckReports(ctx.store.redis)
         self._unpacking = asyncio.Semaphore(AT_ONCE)
 
     @Route(
@@ -131,16 +135,28 @@ class EnvironmentsApi:
         answer=api_types.EnvironmentDescription,
     )
     async def about(self, request: web.Request) -> web.Response:
-        """Get the documentation and the settings of an environment.
+        """Get the documentation, the settings and an example episode of an environment.
 
-        An env worker imports it for this."""
+        An env worker imports it for this. The example is that of your newest saved check, else the one that a built-in
+        environment comes with."""
         name = request.query.get("name", "")
         if not 0 < len(name) <= LONGEST_NAME:
             raise SpecError.of("name", name[:100] or None, f"must have 1 to {LONGEST_NAME} characters")
         if ":" in name and not name.startswith(NOT_MODULES) and Action.JOBS_WRITE not in principal_of(request).may:
             raise web.HTTPForbidden(text=f"{name!r} is imported to be described, which takes {Action.JOBS_WRITE}")
         found = await describe(self.ctx, name, tenant_of(request))
-        return json_response({"name": name, **msgspec.to_builtins(found)})
+        example = await self._checked_episode(name, tenant_of(request)) or await asyncio.to_thread(example_of, name)
+        return json_response({"name": name, **msgspec.to_builtins(found), "example": example})
+
+    async def _checked_episode(self, name: str, tenant: str) -> str:
+        """Return the episode of the newest saved check of any version of an environment; empty without one."""
+        for one in await self._checks.of(tenant):
+            if one.environment.partition("@")[0] != name.partition("@")[0]:
+                continue
+            kept = await self._checks.find(tenant, one.id)
+            if kept is not None and (episode := orjson.loads(kept[1]).get("transcript")):
+                return f"Played by a check: {one.verdict}.\n\n{episode}"
+        return ""
 
     @Route("GET", "/v1/environments/{name}", Action.ENVIRONMENTS_READ, answer=api_types.Environment)
     async def get(self, request: web.Request) -> web.Response:

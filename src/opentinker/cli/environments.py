@@ -89,7 +89,7 @@ def about(
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show an environment's documentation, settings and scripted players."""
+    """Show an environment's documentation, settings, scripted players and an example episode."""
     with client(url) as api:
         found = api.describe_environment(name)
     if as_json:
@@ -105,6 +105,8 @@ def about(
         for setting, one in schema.get("properties", {}).items()
     ]  # fmt: skip
     print_table(["environment.config", "type", "default", "meaning"], rows, empty="it has no settings")
+    check = as_typed("env", "check", name, "--save")
+    say(f"\nexample episode\n{found.get('example') or f'none yet: {check} plays one and keeps it'}")
 
 
 @env.command()

@@ -127,6 +127,12 @@ async def test_an_environment_says_what_it_is(http: Http, workers: Workers, monk
     assert shown.stdout.startswith("One hand."), shown.stderr
     assert "scripted players: equilibrium, random; can fork" in shown.stdout
     assert re.search(r"(?m)^rules +boolean +true +Name the game", shown.stdout), shown.stdout
+    assert "example episode\nPlayed by random guesses." in shown.stdout and "\nassistant" in shown.stdout
+    assert blocking["example"] == ""
+    report = {"environment": "kuhn_poker@1", "verdict": "ready for training", "transcript": "user: a new hand"}
+    await asked(http, "POST", "/v1/checks", 201, json=report)
+    checked = await asked(http, "GET", "/v1/environment?name=kuhn_poker", 200)
+    assert checked["example"] == "Played by a check: ready for training.\n\nuser: a new hand"
     assert "no such environment" in str(await asked(http, "GET", "/v1/environment?name=kuhn_pocker", 422))
 
 
