@@ -30,7 +30,6 @@ def examples() -> dict[str, Example]:
 
 def example_of(name: str) -> str:
     """Return the example of a built-in environment as text; empty for any other name."""
-    found = examples().get(name)
-    if found is None:
+    if ":" in name or (found := examples().get(name)) is None:
         return ""
     return found.get("note") or f"{found['played']}\n\n{found['transcript']}"

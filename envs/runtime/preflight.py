@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from opentinker.envs.base import Environment
+from opentinker.envs.examples import example_of
 from opentinker.envs.runtime.env_runner import guard_user_code
 from opentinker.shared.messaging.reply_validation import known_seats
 from opentinker.shared.types.env_protocol import ABOUT_BYTES, EnvAbout, EnvCheck, EnvCheckReply, SessionReply
@@ -32,7 +33,7 @@ async def check_request(check: Check, find: Find, request: EnvCheck) -> EnvCheck
             seats.extend(known_seats(await check(request.name, request.config, request.bots, request.forks)))
             if request.describe:
                 nonlocal about
-                about = describe(await find(request.name))
+                about = describe(await find(request.name), example_of(request.name))
         except SpecError as error:
             mistakes.extend(error.mistakes)
         return SessionReply(worker="")
@@ -43,10 +44,11 @@ async def check_request(check: Check, find: Find, request: EnvCheck) -> EnvCheck
     return EnvCheckReply(errors=mistakes, seats=seats, about=about)
 
 
-def describe(found: type[Environment]) -> EnvAbout:
+def describe(found: type[Environment], example: str = "") -> EnvAbout:
     return EnvAbout(
         doc=inspect.cleandoc(found.__doc__ or ""),
         settings=found.Config.model_json_schema(),
         bots=sorted(found.bots or ()),
         can_fork=found.can_fork,
+        example=example,
     ).within(ABOUT_BYTES)

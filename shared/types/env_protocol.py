@@ -239,12 +239,14 @@ class EnvAbout(msgspec.Struct, frozen=True, kw_only=True):
     bots: list[str] = []
     """Names of its scripted players."""
     can_fork: bool = False
+    example: str = ""
+    """The episode that a built-in environment comes with, as text."""
 
     def within(self, most: int) -> EnvAbout:
         """Return the part that fits `most` bytes: without the settings, or with a shorter text."""
         if len(msgspec.json.encode(self)) <= most:
             return self
-        short = msgspec.structs.replace(self, settings={}, bots=[])
+        short = msgspec.structs.replace(self, settings={}, bots=[], example="")
         return short if len(msgspec.json.encode(short)) <= most else EnvAbout(doc=self.doc[: most // 8])
 
 

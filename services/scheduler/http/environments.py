@@ -16,7 +16,6 @@ import msgspec
 import orjson
 from aiohttp import web
 
-from opentinker.envs.examples import example_of
 from opentinker.services.scheduler.environments.unpack import MIB
 from opentinker.services.scheduler.environments.upload import Uploads, Version
 from opentinker.services.scheduler.http.auth import principal_of, tenant_of
@@ -145,7 +144,7 @@ class EnvironmentsApi:
         if ":" in name and not name.startswith(NOT_MODULES) and Action.JOBS_WRITE not in principal_of(request).may:
             raise web.HTTPForbidden(text=f"{name!r} is imported to be described, which takes {Action.JOBS_WRITE}")
         found = await describe(self.ctx, name, tenant_of(request))
-        example = await self._checked_episode(name, tenant_of(request)) or await asyncio.to_thread(example_of, name)
+        example = await self._checked_episode(name, tenant_of(request)) or found.example
         return json_response({"name": name, **msgspec.to_builtins(found), "example": example})
 
     async def _checked_episode(self, name: str, tenant: str) -> str:
