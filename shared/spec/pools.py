@@ -114,8 +114,6 @@ def _unsupported(spec: JobSpec) -> list[Mistake]:
     if spec.train.deterministic:
         problem = "does not apply to a job with [pools]: timing decides which members a match may meet"
         found.append(mistake("train.deterministic", True, problem))
-    if spec.match is not None and spec.match.schedule != "wait":
-        found.append(mistake("match.schedule", spec.match.schedule, "must be 'wait' in a job with [pools]"))
     if spec.train.learner == "simulated" and spec.rollout.engine != "toy":
         problem = "has no weights that a member of [pools] could play with, except with rollout.engine = 'toy'"
         found.append(mistake("train.learner", spec.train.learner, problem))

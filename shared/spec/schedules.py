@@ -110,9 +110,6 @@ def _not_in_step(spec: JobSpec) -> list[Mistake]:
     found = []
     if spec.match is not None and spec.match.max_opponent_lag:
         found.append(mistake("match.max_opponent_lag", spec.match.max_opponent_lag, f"must be 0 {by}, or left out"))
-    if spec.validation is not None:
-        problem = f"does not apply {by}: an evaluation holds back the new version of one policy alone"
-        found.append(mistake("validation", spec.validation.every, problem))
     tables = {"": spec.algorithm, **{f"policies.{name}.": own.algorithm for name, own in spec.policies.items()}}
     for at, own in tables.items():
         if own.max_staleness:

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 SLOW_S, FAST_S = 0.3, 0.05
 
 
-def game(model: Path, match: dict[str, Any], *, max_staleness: int, slow: int, fast: int) -> JobSpec:
+def game(model: Path, match: dict[str, Any], *, max_staleness: int, slow: int, fast: int, **changes: Any) -> JobSpec:
     """`slow`, `fast`: steps of the policies of that name."""
     parts: dict[str, Any] = {
         "algorithm": {"group_size": 2, "groups_per_batch": 2, "max_staleness": max_staleness},
@@ -31,7 +31,7 @@ def game(model: Path, match: dict[str, Any], *, max_staleness: int, slow: int, f
         "seats": {"speaker": "slow", "listener": "fast"},
         "match": match,
     }
-    return toy_game(model, **parts)
+    return toy_game(model, **{**parts, **changes})
 
 
 async def trained(cluster: Cluster, spec: JobSpec, *, kill_at: int | None) -> dict[str, list[Line]]:
@@ -104,3 +104,44 @@ async def test_policies_take_turns(toys: Toys, slow: int, fast: int, kill_at: in
         others = {other: made for other, made in last.items() if other != name}
         assert all(made // 3 >= (step - 1) // 3 for other, made in others.items() if made < len(found[other])), ends
         last[name] = step
+
+
+async def test_evaluations_in_lockstep_move_no_opponent(toys: Toys) -> None:
+    cluster, model = toys
+    plan: dict[str, Any] = {"every": 2, "episodes": 4, "against": [{"policy": "fast"}, {"policy": "slow"}]}
+    changes: dict[str, Any] = {"name": "evaluated in lockstep", "validation": plan}
+    spec = game(model, {"schedule": "lockstep"}, max_staleness=0, slow=4, fast=4, **changes)
+    found = await trained(cluster, spec, kill_at=None)
+    assert {line["opponent_lag/max"] for lines in found.values() for line in lines} == {0.0}
+    assert [line["seqs"] for line in found["slow"]] == [line["seqs"] for line in found["fast"]]
+    (job,) = (one["id"] for one in await cluster.client.jobs() if one["name"] == spec.name)
+    for name in spec.policies:
+        lines = cluster.lines(part_id(job, name), "validation.jsonl")
+        assert [line["step"] for line in lines] == [0, 2, 4]
+        assert {line["val/episodes"] for line in lines} == {4.0} and not any(line["val/missing"] for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "more"),
+    [
+        ("drop", {}),
+        pytest.param("grow", {}, marks=pytest.mark.nightly),
+        pytest.param("alternate", {"alternate_steps": 3}, marks=pytest.mark.nightly),
+        pytest.param("lockstep", {}, marks=pytest.mark.nightly),
+    ],
+)
+async def test_a_pool_grows_under_every_schedule(toys: Toys, schedule: str, more: dict[str, Any]) -> None:
+    cluster, model = toys
+    together = schedule == "lockstep"
+    voters = {
+        "environment": {"name": "tests.samples.seat_samples:Vote", "config": {"seats": 3, "rounds": 1}},
+        "seats": {"voter_0": "slow", "voter_1": "fast", "voter_2": {"pool": "past"}},
+        "pools": {"past": {"policy": "fast", "every": 4, "latest": 0.0}},
+    }
+    steps = {"slow": 12 if together else 4, "fast": 12}
+    spec = game(model, {"schedule": schedule, **more}, max_staleness=0 if together else 2, **steps, **voters)
+    found = await trained(cluster, spec, kill_at=5)
+    assert {name: len(lines) for name, lines in found.items()} == steps
+    games = [line["pool/past/games"] for line in found["fast"]]
+    assert all(games) and not any("pool/past/games" in line for line in found["slow"])
+    assert found["fast"][-1]["pool/past/size"] == 3.0, "the first weights and those of steps 4 and 8"

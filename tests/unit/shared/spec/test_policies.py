@@ -227,11 +227,6 @@ SYNCHRONOUS = {"group_size": 4, "groups_per_batch": 4, "max_staleness": 0}
             {"policies.listener.train.steps": "not with match.schedule = 'drop'"},
         ),
         (
-            {"schedule": "lockstep"},
-            {"algorithm": SYNCHRONOUS, "validation": {"every": 5}},
-            {"validation": "holds back the new version of one policy"},
-        ),
-        (
             {"schedule": "grow", "max_growth": 64},
             {"algorithm": {"group_size": 64, "groups_per_batch": 512}},
             {"match.max_growth": "more than 1,048,576 episodes"},
