@@ -133,7 +133,7 @@ async def test_evaluations_in_lockstep_move_no_opponent(toys: Toys) -> None:
 async def test_a_pool_grows_under_every_schedule(toys: Toys, schedule: str, more: dict[str, Any]) -> None:
     cluster, model = toys
     together = schedule == "lockstep"
-    voters = {
+    voters: dict[str, Any] = {
         "environment": {"name": "tests.samples.seat_samples:Vote", "config": {"seats": 3, "rounds": 1}},
         "seats": {"voter_0": "slow", "voter_1": "fast", "voter_2": {"pool": "past"}},
         "pools": {"past": {"policy": "fast", "every": 4, "latest": 0.0}},
