@@ -1,4 +1,4 @@
-"""A linear layer of the frozen base that several adapters use at once.
+"""A linear layer of the frozen base that several adapters use in the same pass.
 
 The base is one matrix product over all tokens of a pass. Tokens of one command are a segment, and each segment has the
 matrices of its adapter added. The backward pass puts their gradients into the segment's vector: adapters are no

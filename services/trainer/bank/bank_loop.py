@@ -162,9 +162,9 @@ class BankLoop:
         return answer
 
     async def wait_for_room(self, tenant: str, tokens: int = 0) -> None:
-        """Wait until a command with so many tokens keeps to the tenant's bounds of the queue, after those that wait for
-        it already. A larger one than `command_tokens` needs as much room as one of these: it takes its passes unit by
-        unit, too."""
+        """Wait until a command with this number of tokens keeps to the tenant's bounds of the queue, after those that
+        wait for it already. A larger one than `command_tokens` needs as much room as one of these: it takes its passes
+        unit by unit, too."""
         limits = self.bank.limits
         tokens = min(tokens, limits.command_tokens)
         room = self._rooms.setdefault(tenant, asyncio.Lock())
@@ -385,7 +385,7 @@ class BankLoop:
         command, answer = waiting.command, waiting.command.answer
         self.waited_s.add(waiting.tenant, command.waited_s)
         if answer.done():
-            return  # cancelled meanwhile
+            return  # cancelled during the command
         if isinstance(result, Exception):
             answer.set_exception(result)
         else:

@@ -20,7 +20,7 @@ class NotFinite(Refused):
 
 
 class BankEnded(OpenTinkerError):
-    """The bank carries out no commands any more, and this one may not have been: it is the next trainer's."""
+    """The bank has ended, and may not have carried out this command: it is the next trainer's."""
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ class MixedBatch:
     pieces: Sequence[Piece]
     plan: Layout = field(init=False)
     ends: list[int] = field(init=False)
-    """Of the pieces in the stream."""
+    """Where each piece ends in the stream."""
     is_sole: bool = field(init=False)
     """Whether the pass is of a deterministic adapter."""
 

@@ -15,7 +15,7 @@ RECENT_S = 2.0
 SMALLEST = 256
 """Tokens of a pass, however slow the device is."""
 WEIGHT = 0.3
-"""Of the last pass in the mean speed."""
+"""Weight of the last pass in the mean speed."""
 
 
 class PassBudget:

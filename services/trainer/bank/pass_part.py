@@ -1,4 +1,4 @@
-"""What a command contributes to a pass: units, each a layout of tokens with the loss of their scores.
+"""A command's part of a pass: units, each a layout of tokens with the loss of their scores.
 
 A job's learner packs its micro-batches, and `tinker/losses.py` the data of the Tinker API.
 """
@@ -17,7 +17,7 @@ from opentinker.shared.nn.layout import Layout, join
 
 
 class Scores(NamedTuple):
-    """Of the learned tokens, [M]; see `forward.token_scores`."""
+    """Scores of the learned tokens, [M]; see `forward.token_scores`."""
 
     logprobs_M: Tensor
     entropy_M: Tensor

@@ -52,7 +52,7 @@ class SharedPolicy(PolicyModel):
         self._asked_tokens = spec.train.tokens_per_micro_batch
         self.adapter = adapter
         self.lr = 0.0
-        """Of the next step."""
+        """Learning rate of the next step."""
 
     def _build(self, checkpoint: Path | None) -> None:
         lora = self.spec.model.lora

@@ -37,7 +37,7 @@ OPTIONS: Mapping[str, Mapping[str, float]] = {
 MAX_TARGETS = 64
 """Largest K."""
 SHARED_PREFIX = 16
-"""Neighbours with so many equal first tokens are computed together, these tokens once."""
+"""Equal first tokens from which neighbours are computed together, these tokens once."""
 
 
 @dataclass(frozen=True)

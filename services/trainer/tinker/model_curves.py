@@ -57,16 +57,16 @@ class ModelCurves:
         """`models`: returns how many are in memory."""
         self._bus, self._job, self._records, self._models = bus, job, records, models
         self.tenant = ""
-        """Of the job."""
+        """The job's tenant."""
         self._source = MetricSource(bus, job, TRAINER_SOURCE)
         self._curves: dict[str, _Curve] = {}
         self._passes, self._reported_at = _Passes(), time.monotonic()
         self.tokens = 0
-        """Of all passes so far."""
+        """Sum over all passes so far."""
         self.steps = 0
         """Optimizer steps of all models so far."""
         self.loss: float | None = None
-        """Of a token, in the passes of the last point."""
+        """Mean loss of a token in the passes of the last point."""
         self.curve = ProgressCurve()
         self._commands = 0
 

@@ -51,7 +51,7 @@ class ModelNotes(msgspec.Struct, frozen=True, kw_only=True):
 
 class ModelEnd(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
-    """What later commands are answered."""
+    """Answer to later commands."""
 
 
 def read_state(root: Path, epoch: int, name: str) -> tuple[Adapter, ModelNotes] | ModelEnd | None:

@@ -51,13 +51,13 @@ CHORES_S = 5.0
 STORE_S = 30.0
 """Shortest time between two stored states; longer where storing takes more than a tenth of it."""
 STORE_BYTES = 256 * 2**20
-"""Commands of so many bytes since the stored state make the next one due."""
+"""Bytes of commands since the stored state after which the next one is due."""
 RESIDENT_S = 3600.0
-"""A model without commands for so long leaves the memory."""
+"""Time without commands after which a model leaves the memory."""
 UNANSWERED = (Fenced, RedisError, BankEnded)
 """End the lease: the next trainer carries out the command."""
 GAP_S = 600.0
-"""Commands whose predecessor has not come for so long are given up: its client has gone."""
+"""Time after which commands are given up whose predecessor has not come: its client has gone."""
 
 
 class ModelRunner:
@@ -74,7 +74,7 @@ class ModelRunner:
         self.uncovered: dict[int, int] = {}
         """Place in the stream of the commands that the stored state does not contain, by number."""
         self._bytes = 0
-        """Of those."""
+        """Bytes of those commands."""
         self._news = asyncio.Event()
         self._tasks: dict[int, asyncio.Task[None]] = {}
         """Wait for the results of commands."""

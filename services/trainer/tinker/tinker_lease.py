@@ -1,4 +1,4 @@
-"""What the models of one lease have in common."""
+"""State that the models of one lease share."""
 
 from __future__ import annotations
 

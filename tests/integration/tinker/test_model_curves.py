@@ -1,4 +1,4 @@
-"""What is told of the models of a Tinker server, and to whom."""
+"""Progress and metrics of the models of a Tinker server, and who may read them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.subjects import METRIC
 from opentinker.shared.state.store import Store
 from opentinker.shared.state.tinker import TinkerStore
+from opentinker.shared.types.telemetry import MetricPoint
 from opentinker.shared.types.tinker import ModelProgress
+from tests.conftest import until
 
 JOB = "j-curves0000"
 OWN, FOREIGN = "s-own:train:0", "s-foreign:train:0"
@@ -27,7 +29,11 @@ async def test_every_model_has_progress_and_those_of_the_jobs_tenant_have_metric
     curves.close()
     learned = ModelProgress(passes=2, steps=2, tokens=20, queue_s=0.5, loss=2.0, curve=[4.0, 2.0])
     assert [await records.progress(model) for model in (OWN, FOREIGN)] == [learned, learned]
-    points = [point for _, point in await bus.history(METRIC, 0, 100, job=JOB, source="*")]
+
+    async def stored() -> list[MetricPoint]:
+        return [point for _, point in await bus.history(METRIC, 0, 100, job=JOB, source="*")]
+
+    points = await until(stored, lambda found: len(found) == 4)
     assert [(point.step, point.values) for point in points if f"models/{OWN}/loss" in point.values] == [
         (step, {f"models/{OWN}/{name}": value for name, value in values.items()})
         for step, values in (

@@ -113,7 +113,7 @@ class Server:
         await self.bank.__aexit__()
 
     async def kill(self) -> None:
-        """Leave everything as it is: nothing is stored or answered any more."""
+        """Leave everything as it is: nothing more is stored or answered."""
         if self.running is None:
             return
 

@@ -1,4 +1,4 @@
-"""AdamW over several adapters at once equals torch.optim.AdamW with foreach=True on each alone."""
+"""AdamW over several adapters together equals torch.optim.AdamW with foreach=True on each alone."""
 
 from __future__ import annotations
 

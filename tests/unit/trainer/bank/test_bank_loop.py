@@ -1,4 +1,4 @@
-"""Several tenants at once: their runs are those of a tenant alone, and a bad one harms itself alone."""
+"""Several tenants in one bank: their runs are those of a tenant alone, and a bad one harms itself alone."""
 
 from __future__ import annotations
 

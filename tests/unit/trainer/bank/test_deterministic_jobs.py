@@ -1,4 +1,4 @@
-"""A deterministic job on a bank has the bits of one with a trainer to itself, whatever else the bank computes."""
+"""A deterministic job on a bank has the bits of one with a trainer to itself, next to busy neighbours too."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def usual_algorithms() -> Iterator[None]:
 
 
 def job_spec(base: Path, kind: str, *, deterministic: bool = True, **parts: Any) -> Any:
-    """Of a job whose batches are several micro-batches, and more than one command of a bank."""
+    """A job whose batches are several micro-batches, and more than one command of a bank."""
     train = {"lr": 3e-3, "tokens_per_micro_batch": 40, "weight_decay": 0.1, "grad_clip": 0.5, "warmup_steps": 2}
     parts = {**parts, "model": {"lora": LORA, **parts.get("model", {})}}
     parts["train"] = {**train, "deterministic": deterministic, **parts.get("train", {})}
@@ -80,7 +80,7 @@ def require_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None
 
 @contextmanager
 def busy(loop: BankLoop, base: Path) -> Iterator[Callable[[], int]]:
-    """Two jobs step all the time meanwhile; yields how many steps they have made."""
+    """Two jobs step all the time; yields how many steps they have made."""
     over, steps = threading.Event(), list[int]()
 
     def run(number: int) -> None:

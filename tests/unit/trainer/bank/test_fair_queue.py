@@ -1,4 +1,4 @@
-"""Tenants get equal shares of tokens, whatever sizes they send; order is kept; every command gets its turn."""
+"""Tenants get equal shares of tokens for data of any sizes; order is kept; every command gets its turn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of several adapters in one pass: every adapter's gradient is its own, whatever the others do."""
+"""Rows of several adapters in one pass: the gradient of an adapter does not depend on the others."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3, 4], [3, 0, 4, 2, 1]])
 def test_gradients_of_a_mixed_batch_equal_those_alone(make_bank: MakeBank, order: list[int]) -> None:
-    """Rank, alpha, targets, init, loss, scale and temperature differ at once, and the prompts are equal."""
+    """Rank, alpha, targets, init, loss, scale and temperature all differ, and the prompts are equal."""
     mixed, alone = filled(make_bank(), range(5)), filled(make_bank(), range(5))
     results = dict(zip(order, mixed.run_pass([rows_of(n) for n in order]), strict=True))
     for number in order:

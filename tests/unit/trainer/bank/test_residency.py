@@ -54,7 +54,7 @@ def test_stored_adapters_are_found_by_the_next_process(make_bank: MakeBank, tmp_
     first.close()
     second = make_bank(store=tmp_path / "kept")
     assert second.residency.places["file"] == ["t0"] and second.residency.owners == {"t0": "tenant0"}
-    del expected["partial"]  # no process goes on with half a command
+    del expected["partial"]  # no process continues half a command
     assert_same(second, expected)
 
 

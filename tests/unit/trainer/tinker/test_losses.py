@@ -59,7 +59,7 @@ def read(data: Sequence[Datum], name: str, **options: float) -> list[Columns]:
 
 
 def formula(name: str, lp: float, q: float, a: float, options: dict[str, float]) -> float:
-    """Of one place, from the table of the API."""
+    """The loss of one place, from the table of the API."""
     r = math.exp(lp - q)
     low, high = options.get("clip_low_threshold", 0.0), options.get("clip_high_threshold", 0.0)
     bounded = min(max(r, low), high)
