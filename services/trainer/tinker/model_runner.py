@@ -205,6 +205,7 @@ class ModelRunner:
             raise
         except Exception as error:
             if self._sent < 0:
+                await self._shared.records.not_live(command.tenant, [self.model])
                 await self._end(f"model {self.model} was not created: {first_line(error)}")
             raise
         return Loaded(path=body.start)
@@ -243,7 +244,7 @@ class ModelRunner:
 
     async def _answer_others(self) -> None:
         """Answer commands that will not be carried out: of a model that has ended, those that were before and have lost
-        their answer, and those whose predecessor does not come."""
+        their answer, and those whose predecessor does not come. An Unload ends the model even so."""
         now = time.monotonic()
         for seq, arrived in list(self._pending.items()):
             if self._ended is None and seq > self._sent and now - arrived.at < GAP_S:
@@ -251,6 +252,9 @@ class ModelRunner:
             del self._pending[seq]
             command = await self._intake.command(arrived)
             request = f"{self.model}#{seq}" if command is None else command.request
+            if command is not None and isinstance(command.body, Unload) and self._ended is None and seq > self._sent:
+                await self._settle()
+                await self._begin(command, arrived, repeated=False)
             if seq not in self._tasks:
                 await self._shared.answer(request, self._late_answer(seq, command))
             if self._ended is not None or seq <= self._stored or seq > self._sent:

@@ -139,6 +139,7 @@ async def test_a_model_that_cannot_be_created_says_so_to_every_later_command(ser
     for number, lora in enumerate((LoraShape(rank=9), LoraShape(rank=4, train_mlp=False, train_attn=False))):
         client = Client(server, f"s:train:{number}")
         assert isinstance(await client.create(lora), Failed)
+        assert await server.records.live_models(client.tenant) == [], "it does not count"
         assert f"{client.model} was not created" in (await client.call(STEP)).error
         await server.stop()
         await server.start()
@@ -201,6 +202,22 @@ async def test_commands_without_a_predecessor_are_given_up(server: Server, monke
     failed = await client.result(late)
     assert isinstance(failed, Failed) and failed.lost and "request 2 of model s:train:0" in failed.error
     assert isinstance(await client.call(STEP), Stepped)
+
+
+async def test_a_model_is_unloaded_though_a_command_before_has_not_come(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_runner, "CHORES_S", 0.05)
+    client = Client(server, "s:train:0")
+    await client.create()
+    late, unload = await client.send(STEP, seq=3), await client.send(Unload(), seq=4)
+    await client.call(STEP)
+    assert await server.records.answered(unload) is None
+    monkeypatch.setattr(model_runner, "GAP_S", 0.2)
+    assert isinstance(await client.result(unload), Loaded)
+    assert isinstance(await client.result(late), Failed)
+    assert "was unloaded" in (await client.call(STEP)).error
+    assert [path.name for path in server.state(client.model).iterdir() if path.suffix == ".safetensors"] == []
 
 
 async def test_commands_beyond_the_bound_of_memory_are_read_again(
