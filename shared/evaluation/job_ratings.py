@@ -44,6 +44,8 @@ class JobRatings:
             player = version_name(policy, WeightVersion.parse(match.version))
             for name, met in match.opponents.items():
                 opponent = self._player_of(name, met.version)
+                if opponent == player:  # a member of a pool that the policy has not trained away from yet
+                    continue
                 games = SHARED if name in self._policies else 1.0
                 outcome = tuple(games * (met.outcome == one) for one in (1.0, DRAWN, 0.0))
                 won, drawn, lost = self._trained.get((player, opponent), NONE)
@@ -52,8 +54,8 @@ class JobRatings:
 
     def add_evaluation(self, player: str, results: Mapping[str, Counts]) -> None:
         """Set the results of a version in an evaluation, by opponent."""
-        self._evaluated[player] = dict(results)
-        self._note(player, *results)
+        self._evaluated[player] = {opponent: counts for opponent, counts in results.items() if opponent != player}
+        self._note(player, *self._evaluated[player])
 
     def rate(self, player: str, results: Mapping[str, Counts], anchor: str) -> Rating | None:
         """Return the rating of a version whose evaluation has these results, relative to `anchor`; None without games

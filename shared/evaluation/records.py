@@ -35,7 +35,7 @@ log = structlog.get_logger()
 
 SAID = ("val/episodes", "val/reward/mean", "val/exact", "val/loss", "val/failed", "val/missing", "val/seconds")
 """Metrics that the event contains, if present and not 0; win rates and the rating are there in any case."""
-TAIL = 2**26
+TAIL = 2**23
 """Bytes at the end of the results of matches that a restarted trainer reads."""
 Tell = Callable[[str, dict[str, object]], Awaitable[None]]
 

@@ -29,7 +29,7 @@ from opentinker.services.trainer.batch.token_metrics import StepRecord
 from opentinker.services.trainer.data.examples import Example
 from opentinker.services.trainer.learners.base import Interrupted, NonFinite, TooLong
 from opentinker.services.trainer.learners.dpo import DpoLearner
-from opentinker.services.trainer.learners.policy_model import CheckpointTensors, PolicyModel
+from opentinker.services.trainer.learners.policy_model import CheckpointTensors, PolicyModel, RandomState
 from opentinker.services.trainer.learners.rl import ADVICE, RlLearner
 from opentinker.services.trainer.learners.sft import SftLearner
 from opentinker.services.trainer.learners.supervised import SupervisedLearner
@@ -49,6 +49,7 @@ class SharedPolicy(PolicyModel):
         tokens = min(spec.train.tokens_per_micro_batch, adapter.longest)
         train = spec.train.model_copy(update={"tokens_per_micro_batch": tokens})
         super().__init__(spec.model_copy(update={"train": train}), adapter.base.device)
+        self.random_state = RandomState(is_own=False, cuda=False)  # draws nothing; other jobs' adapters are drawn here
         self._asked_tokens = spec.train.tokens_per_micro_batch
         self.adapter = adapter
         self.lr = 0.0

@@ -57,6 +57,15 @@ def test_a_member_of_a_pool_is_the_version_that_it_was() -> None:
     assert ratings.results() == {("@0.0", BOT): EVEN, ("@1.9", "@0.0"): (90, 0, 10), ("@1.9", BOT): (10, 0, 90)}
 
 
+def test_games_of_a_version_against_itself_say_nothing() -> None:
+    """The first member of a pool is the policy as it begins, and the newest may be the policy as it is."""
+    ratings = JobRatings(pools={"past": ""})
+    ratings.add_matches("", matches("1.0", 3, 0, 5, **{"past@0.0": "0.0", BOT: ""}))
+    ratings.add_evaluation("@1.9", {"@1.9": EVEN, BOT: EVEN})
+    assert ratings.results() == {("@0.0", BOT): (3, 0, 5), ("@1.9", BOT): EVEN}
+    assert elo(ratings, "@0.0", {BOT: EVEN, "@0.0": EVEN}) is not None
+
+
 def test_versions_that_have_played_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_ratings, "MAX_RATED", 3)
     ratings = JobRatings(pools={"past": ""})

@@ -70,6 +70,24 @@ def spec(base: Path, **parts: Any) -> Any:
     return torch_spec(base, **{"model": {"lora": LORA}, **parts})
 
 
+def test_torch_s_generators_are_left_to_adapters_that_are_created_meanwhile(share: Share, small: Path) -> None:
+    """Other jobs draw their first weights in the bank's thread while this one makes a step."""
+    games = {
+        "environment": {"name": "gomoku", "config": {"opponent": "self"}},
+        "policies": {"a": {}, "b": {}},
+        "seats": {"black": "a", "white": "b"},
+    }
+    fixed = {"algorithm": {"max_staleness": 0}, "rollout": {"seed": 1}}
+    learner = share(train={"deterministic": True, "tokens_per_micro_batch": 40}, **games, **fixed)
+    with learner.random_state.held():
+        torch.manual_seed(1)
+    torch.manual_seed(2)
+    with learner.random_state.held():
+        drawn = torch.rand(3)
+    torch.manual_seed(2)
+    assert drawn.equal(torch.rand(3))
+
+
 @pytest.fixture(scope="session")
 def trained(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of a job that trained alone, whose B is not 0."""
