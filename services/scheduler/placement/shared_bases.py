@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 
-from opentinker.shared.spec.engines import bank_of
+from opentinker.services.scheduler.placement.trainer_groups import shared_need
+from opentinker.services.scheduler.placement.types import Need
 from opentinker.shared.types.core import ENDLESS, JobRecord, JobState, Lease, Pool, WorkerInfo
 
 UNCLEAR = "?"
@@ -17,10 +18,11 @@ def shared_bases(
     """Return the base of each worker in such a process (`Gpus.base`), and those to which nothing may be given: a new
     process may have begun to report in the place of one that has died with all of its workers.
 
-    If a job of another base is in the queue since before `waits_since`, the process with the fewest jobs gets no more
-    of them, and is for that base when they have ended.
+    If a job of another base is in the queue since before `waits_since`, the process with the fewest jobs, of those with
+    enough places for it, gets no more of them, and is for that base when they have ended.
     """
-    wanted = {job.id: bank_of(job.spec) for job in jobs}
+    needs = {job.id: shared_need(job.spec) for job in jobs}
+    wanted = {id: need.base if need else "" for id, need in needs.items()}
     lost = _lost_bases(jobs, leases := list(leases), wanted)
     leased = {lease.worker: lease for lease in leases}
     processes: dict[str, list[WorkerInfo]] = {}
@@ -29,14 +31,16 @@ def shared_bases(
             processes.setdefault(worker.bank, []).append(worker)
     bases = dict[str, str]()
     of_process = {name: _base_of(members, leased, wanted) for name, members in processes.items()}
-    due = _due_base(jobs, wanted, of_process.values(), waits_since)
-    drained = _drained(processes, leased, of_process, {job.id for job in jobs if job.kind in ENDLESS}) if due else ""
+    sizes = [(of_process[name], len(members)) for name, members in processes.items()]
+    due = _due_need(jobs, needs, sizes, waits_since)
+    large = {name: members for name, members in processes.items() if due and len(members) >= due.places}
+    drained = _drained(large, leased, of_process, {job.id for job in jobs if job.kind in ENDLESS})
     for name, members in processes.items():
         base = of_process[name]
         if not base and lost:
             base = lost.pop(0)
-        elif not base and due:
-            base, due, drained = due, "", ""
+        elif not base and due and name in large:
+            base, due, drained = due.base, None, ""
         bases |= {one.id: base for one in members}
     replaced = [members for members in processes.values() if len({(one.host, one.pid) for one in members}) > 1]
     kept = [*replaced, *([processes[drained]] if drained else [])]
@@ -49,11 +53,18 @@ def _base_of(members: Sequence[WorkerInfo], leased: Mapping[str, Lease], wanted:
     return found.pop() if len(found) == 1 else UNCLEAR if found else ""
 
 
-def _due_base(jobs: Sequence[JobRecord], wanted: Mapping[str, str], present: Iterable[str], waits_since: float) -> str:
-    """Return the base of the first queued job that has waited long while no process trains it; empty if none has."""
-    queued = [job for job in jobs if job.state == JobState.QUEUED and wanted[job.id] and job.since < waits_since]
-    first = min(queued, key=lambda job: (-job.spec["resources"].get("priority", 0), job.created), default=None)
-    return "" if first is None or wanted[first.id] in set(present) else wanted[first.id]
+def _due_need(
+    jobs: Sequence[JobRecord], needs: Mapping[str, Need | None], sizes: Sequence[tuple[str, int]], waits_since: float
+) -> Need | None:
+    """Return what the first queued job needs that has waited long while no process of its base has enough places;
+    nothing if there is none, or no process of any base has. `sizes`: base and places of each process."""
+    most = max((places for _, places in sizes), default=0)
+    queued = [job for job in jobs if job.state == JobState.QUEUED and job.since < waits_since]
+    fit = [job for job in queued if (need := needs[job.id]) and need.places <= most]
+    first = min(fit, key=lambda job: (-job.spec["resources"].get("priority", 0), job.created), default=None)
+    need = needs[first.id] if first else None
+    there = need and any(base == need.base and places >= need.places for base, places in sizes)
+    return None if there else need
 
 
 def _drained(

@@ -236,3 +236,29 @@ def test_nothing_is_placed_on_a_process_that_has_died_while_its_successor_begins
     assert all_chosen(placed([new[0], *old[1:]], [lost])) == {}
     assert all_chosen(placed([*new[:2], old[2]], [record("j-2", "a")])) == {}
     assert all_chosen(placed(new, [lost])) == {"j-1": ("shared-0.0", "shared-0.1")}
+
+
+def test_a_process_is_kept_for_another_base_only_if_it_has_enough_places() -> None:
+    small, large = workers("trainer-0", jobs=2), workers("trainer-1")
+    running = [record(f"j-{n}", "a", JobState.RUNNING) for n in range(3)]
+    has = [leases("j-0", small[0]), leases("j-1", large[0]), leases("j-2", large[1])]
+    later = record("j-9", "a")
+    found = placed([*small, *large], [*running, game("j-8", "b", 3), later], has, now=LONG)
+    assert all_chosen(found) == {"j-9": ("trainer-0.1",)}, "the larger one is for b, though it has more jobs"
+    found = placed([*small, *large], [*running, game("j-8", "b", 4), later], has, now=LONG)
+    assert all_chosen(found) == {"j-9": ("trainer-0.1",)}
+    full = [*has, leases("j-3", small[1])]
+    running.append(record("j-3", "a", JobState.RUNNING))
+    found = placed([*small, *large], [*running, game("j-8", "b", 4), later], full, now=LONG)
+    assert all_chosen(found) == {"j-9": ("trainer-1.2",)}, "four places fit nowhere: nothing is kept"
+    found = placed([*small, *large], [*running, game("j-8", "b", 3), later], full, now=LONG)
+    assert all_chosen(found) == {}
+
+
+def test_a_base_that_is_there_is_due_if_its_process_is_too_small() -> None:
+    small, large = workers("trainer-0", jobs=2), workers("trainer-1")
+    other = record("j-1", "b", JobState.RUNNING)
+    jobs = [other, game("j-2", "a", 3), record("j-3", "b"), record("j-4", "a", JobState.RUNNING)]
+    has = [leases("j-1", large[0]), leases("j-4", small[0])]
+    assert all_chosen(placed([*small, *large], jobs, has)) == {"j-3": ("trainer-1.1",)}
+    assert all_chosen(placed([*small, *large], jobs, has, now=LONG)) == {}
