@@ -20,6 +20,7 @@ import structlog
 from opentinker.services.trainer import checkpoint
 from opentinker.services.trainer.batch.assembler import Assembler
 from opentinker.services.trainer.batch.distributions import Histogram, distributions
+from opentinker.services.trainer.batch.row_plays import plays_of
 from opentinker.services.trainer.batch.starvation import unfillable
 from opentinker.services.trainer.eval_scheduler import EvalScheduler
 from opentinker.services.trainer.intake import Intake
@@ -31,7 +32,6 @@ from opentinker.services.trainer.policy_checkpoints import SavedStep
 from opentinker.services.trainer.resume import resume
 from opentinker.services.trainer.rewinder import Rewinder
 from opentinker.services.trainer.rollout_log import RolloutLog
-from opentinker.services.trainer.row_plays import plays_of
 from opentinker.services.trainer.weights.publisher import Publisher
 from opentinker.shared.asyncio_tools import check_cancelled, finish_uncancelled, sleep, wait_event
 from opentinker.shared.messaging.subjects import GROUP, ROLLOUTS

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from opentinker.services.trainer.row_plays import plays_of
+from opentinker.services.trainer.batch.row_plays import plays_of
 from opentinker.shared.data.row_log import RowPlays, added
 from opentinker.shared.types.core import Discard, WeightVersion
 from opentinker.shared.types.match_results import MatchResult

@@ -12,8 +12,8 @@ from opentinker.envs.base import user
 from opentinker.envs.registry import make
 from opentinker.envs.runtime.env_runner import LocalEnvRunner
 from opentinker.services.trainer.batch.assembler import Assembler
+from opentinker.services.trainer.batch.row_plays import plays_of
 from opentinker.services.trainer.rollout_log import RolloutLog
-from opentinker.services.trainer.row_plays import plays_of
 from opentinker.shared.data.row_log import NAME, Point, RowLog, RowPlays, RowStep, by_row, read, series
 from opentinker.shared.types.core import Ending, Message, WeightVersion
 from opentinker.shared.types.env_protocol import OpenSession
