@@ -58,11 +58,11 @@ async def _close(access: Access, commands: Commands, session: TinkerSession, bef
             continue
         models.append(model)
         is_ready = await _is_unloaded(access, commands, model) and is_ready
-    if not is_ready or not await access.store.close_session(session, before):
+    if not is_ready:
         return False
-    for model in models:
+    for model in models:  # before the session, by which the next round finds what is left of them
         await access.forget_model(model)
-    return True
+    return await access.store.close_session(session, before)
 
 
 async def _is_unloaded(access: Access, commands: Commands, model: TinkerModel) -> bool:
