@@ -1,8 +1,14 @@
-"""The page stays fast with the data of a year of research: 5,000 jobs in the list, twenty long runs compared."""
+"""The page stays fast with the data of a year of research: 5,000 jobs in the list, twenty long runs compared.
+
+The aims are those of a quiet machine. A test that misses one on a machine that is busy with something else is skipped
+and says how busy it was; on a quiet one it fails.
+"""
 
 from __future__ import annotations
 
-import time
+import asyncio
+from pathlib import Path
+from statistics import median
 
 import pytest
 from playwright.async_api import expect
@@ -10,18 +16,26 @@ from playwright.async_api import expect
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.state.store import Store
 from tests.conftest import Figure
-from tests.e2e.page.conftest import IN_BROWSER, Open
+from tests.e2e.page.conftest import IN_BROWSER, Open, Tab
 from tests.e2e.page.running_jobs import Trainer
 from tests.support.api import Http
 from tests.support.factories import make_spec
 
 pytestmark = [*IN_BROWSER, pytest.mark.nightly]
 JOBS, RUNS, POINTS = 5000, 20, 1000
-FRAMES = """() => new Promise((done) => {
+BATCH = 100
+"""Jobs that are stored at the same time."""
+ROUNDS = 5
+SAMPLE_S = 2.0
+QUIET = 0.25
+"""Largest share of the processors that others may use on a quiet machine."""
+FRAME_MS = 17.0
+DESKTOP = {"width": 1400, "height": 900}
+FRAMES = """(px) => new Promise((done) => {
   const gaps = []; let last = performance.now(), left = 120;
   const step = (now) => {
-    gaps.push(now - last); last = now; window.scrollBy(0, 180);
-    left-- ? requestAnimationFrame(step) : done(gaps.slice(5).sort((a, b) => a - b));
+    gaps.push(now - last); last = now; window.scrollBy(0, px);
+    left-- ? requestAnimationFrame(step) : done(gaps.slice(5));
   };
   requestAnimationFrame(step);
 })"""
@@ -35,27 +49,85 @@ FILTERED = """(text) => new Promise((done) => {
   Object.getOwnPropertyDescriptor(HTMLInputElement.prototype, "value").set.call(field, text);
   field.dispatchEvent(new Event("input", {bubbles: true}));
 })"""
+COMPARED = """([hash, runs]) => new Promise((done) => {
+  const began = performance.now(), count = (what) => document.querySelectorAll(what).length;
+  const look = () => {
+    const whole = count("table.compared tbody tr") === runs && count("[data-chart] canvas") === 2
+      && count("[data-chart] .key") === 2 * runs && !document.body.textContent.includes("Reading…");
+    whole ? requestAnimationFrame(() => done(performance.now() - began)) : requestAnimationFrame(look);
+  };
+  location.hash = hash;
+  requestAnimationFrame(look);
+})"""
+PAINT = "performance.getEntriesByName('first-contentful-paint')[0].startTime"
+Aims = dict[str, tuple[float, float]]
+"""By what was measured: the value, and what it must not exceed."""
+
+
+async def use_of_processors() -> float:
+    """Share of the processors that is in use while this test does nothing."""
+
+    def ticks() -> tuple[int, int]:
+        parts = [int(part) for part in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+        return sum(parts), parts[3] + parts[4]
+
+    all_before, idle_before = ticks()
+    await asyncio.sleep(SAMPLE_S)
+    all_after, idle_after = ticks()
+    return 1.0 - (idle_after - idle_before) / max(1, all_after - all_before)
+
+
+async def judge(tab: Tab, aims: Aims, busy_before: float) -> None:
+    """Fail on a missed aim; skip if others have used the processors before or after."""
+    missed = [f"{name} {value:.1f} ms, aim {aim:.0f} ms" for name, (value, aim) in aims.items() if value > aim]
+    await tab.page.goto("about:blank")
+    busy = max(busy_before, await use_of_processors())
+    blank = median(await tab.page.evaluate(FRAMES, 0))
+    if missed and (busy > QUIET or blank > FRAME_MS):
+        pytest.skip(
+            f"not judged: others use {busy:.0%} of the processors (quiet: up to {QUIET:.0%}), frames of a blank page"
+            f" take {blank:.1f} ms; missed here: {'; '.join(missed)}"
+        )
+    assert not missed, "; ".join(missed)
 
 
 async def test_five_thousand_jobs_scroll_smoothly_and_are_filtered_at_once(
     opened: Open, http: Http, store: Store, figure: Figure
 ) -> None:
     spec = make_spec(model__base="some/model").model_dump(mode="json")
-    for number in range(JOBS):
-        await store.create_job(id=f"j-{number:010}", spec={**spec, "name": f"run {number}"}, tenant="default")
-    tab = await opened(http.url, viewport={"width": 1400, "height": 900})
-    await expect(tab.page.locator(".jobs tbody tr").first).to_contain_text("run")
-    paint = await tab.page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime")
-    gaps = [gap for _ in range(5) for gap in await tab.page.evaluate(FRAMES)]
-    gaps.sort()
-    seen = await tab.page.locator("p.count").inner_text()
-    filtered = sorted([await tab.page.evaluate(FILTERED, f"run {number}") for number in (4321, 1234, 2345, 3456, 4567)])
+    for first in range(0, JOBS, BATCH):
+        rows = [(f"j-{n:010}", {**spec, "name": f"run {n}"}) for n in range(first, first + BATCH)]
+        await asyncio.gather(*(store.create_job(id=id, spec=row, tenant="default") for id, row in rows))
+    busy = await use_of_processors()
+    paints = []
+    for _ in range(ROUNDS):
+        tab = await opened(http.url, viewport=DESKTOP)
+        await expect(tab.page.locator(".jobs tbody tr").first).to_contain_text("run")
+        paints.append(await tab.page.evaluate(PAINT))
+    asked = [await tab.page.evaluate(FILTERED, f"run {number}") for number in (4321, 1234, 2345, 3456, 1040)]
+    await tab.page.get_by_label("Search jobs").fill("")
+    count = tab.page.locator("p.count")
+    for seen in range(200, JOBS, 200):
+        await expect(count).to_contain_text(f"the first {seen} jobs")
+        await tab.page.evaluate("window.scrollTo(0, document.body.scrollHeight)")
+    await expect(count).to_contain_text(f"{JOBS} jobs")
+    await tab.page.evaluate("window.scrollTo(0, 0)")
+    frames = [gap for _ in range(ROUNDS) for gap in await tab.page.evaluate(FRAMES, 36 * JOBS // (120 * ROUNDS))]
+    assert await tab.page.evaluate("window.scrollY + window.innerHeight > 0.9 * document.body.scrollHeight")
+    listed = [await tab.page.evaluate(FILTERED, f"run {number}") for number in (4322, 1235, 2346, 3457, 1041)]
+    p95 = sorted(frames)[int(len(frames) * 0.95)]
     figure(
-        f"{JOBS} jobs: first paint {paint:.0f} ms, frames p50 {gaps[len(gaps) // 2]:.1f} ms, p95"
-        f" {gaps[int(len(gaps) * 0.95)]:.1f} ms over {seen.split(' keys')[0]}, a filter {filtered[2]:.0f} ms"
+        f"{JOBS} jobs: first paint {median(paints):.0f} ms, frames p50 {median(frames):.1f} ms, p95 {p95:.1f} ms,"
+        f" a filter {median(asked):.0f} ms by the server, {median(listed):.0f} ms of listed jobs;"
+        f" others used {busy:.0%} of the processors"
     )
-    aims = "17, 100 and 500 ms, on a quiet machine with a GPU: here the browser draws on the processor"
-    assert gaps[len(gaps) // 2] < 70.0 and filtered[2] < 4000.0 and paint < 5000.0, aims
+    aims = {
+        "first paint": (median(paints), 500.0),
+        "p50 of frames": (median(frames), FRAME_MS),
+        "a filter by the server": (median(asked), 100.0),
+        "a filter of listed jobs": (median(listed), 100.0),
+    }
+    await judge(tab, aims, busy)
 
 
 async def test_twenty_long_runs_are_compared_within_a_second(
@@ -67,14 +139,13 @@ async def test_twenty_long_runs_are_compared_within_a_second(
         trainer = Trainer(bus, job)
         for step in range(1, POINTS + 1):
             await trainer.says(step, {"reward/mean": step / POINTS, "loss": 1.0 / step})
-    tab = await opened(http.url, viewport={"width": 1400, "height": 900})
+    busy = await use_of_processors()
+    tab = await opened(http.url, viewport=DESKTOP)
     took = []
-    for _ in range(3):
+    for _ in range(ROUNDS):
         await tab.go("cluster")
-        began = time.monotonic()
-        await tab.go("compare", ",".join(f"j-{number:010}" for number in range(RUNS)))
-        await expect(tab.page.locator("table.compared tbody tr")).to_have_count(RUNS)
-        await expect(tab.page.get_by_text("Reading…")).to_have_count(0)
-        took.append(time.monotonic() - began)
-    figure(f"comparison of {RUNS} runs of {POINTS} points: {sorted(took)[1]:.2f} s")
-    assert sorted(took)[1] < 4.0, "aim: 1 s on a quiet machine"
+        await tab.page.locator("h1", has_text="Cluster").wait_for(state="attached")
+        hash = f"#/compare/{','.join(f'j-{number:010}' for number in range(RUNS))}"
+        took.append(await tab.page.evaluate(COMPARED, [hash, RUNS]))
+    figure(f"comparison of {RUNS} runs of {POINTS} points: {median(took):.0f} ms; others used {busy:.0%}")
+    await judge(tab, {"a comparison": (median(took), 1000.0)}, busy)

@@ -22,7 +22,7 @@ const PAGE = 200;
 const LOOK_S = 2;
 /** A filter or an order is more work for the server. */
 const SLOW_S = 5;
-const SETTLED_MS = 40;
+const SETTLED_MS = 15;
 /** How near the end of a list is when more is asked for. */
 const NEAR = "1200px";
 const KEPT_COLUMNS = "opentinker-columns";
