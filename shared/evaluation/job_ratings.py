@@ -65,12 +65,14 @@ class JobRatings:
         return found if found is not None and found.anchored else None
 
     def results(self) -> Results:
+        """Return the results by pair of players; games of a version against itself, as a member of a pool, say nothing
+        of its strength."""
         found = dict(self._trained)
         for player, results in self._evaluated.items():
             for opponent, counts in results.items():
                 had = found.get((player, opponent), NONE)
                 found[player, opponent] = (had[0] + counts[0], had[1] + counts[1], had[2] + counts[2])
-        return {pair: counts for pair, counts in found.items() if any(counts)}
+        return {pair: counts for pair, counts in found.items() if any(counts) and pair[0] != pair[1]}
 
     def copy(self) -> JobRatings:
         copied = JobRatings(self._policies, self._pools)

@@ -54,6 +54,7 @@ def test_a_member_of_a_pool_is_the_version_that_it_was() -> None:
     ratings.add_evaluation("@0.0", {BOT: EVEN})
     ratings.add_matches("", matches("1.9", 90, 0, 10, **{"past@0.0": "0.0"}))
     ratings.add_matches("", matches("1.9", 10, 0, 90, **{BOT: ""}))
+    ratings.add_matches("", matches("1.0", 5, 0, 5, **{"past@0.0": "0.0"}))  # against itself
     assert ratings.results() == {("@0.0", BOT): EVEN, ("@1.9", "@0.0"): (90, 0, 10), ("@1.9", BOT): (10, 0, 90)}
 
 
