@@ -1,7 +1,8 @@
 """Turns of the tenants whose requests for samples a rollout worker holds: one that floods does not delay the others.
 
 enter   a request begins: within the room, or as the only one of its tenant; the tenant with the fewest samples first
-place   a sample is drawn in one of the places; the tenant with the fewest samples in places first
+place   a sample is drawn in one of the places; the tenant with the fewest samples in places first. A tenant with none
+        there does not wait: samples of others may be long
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ class _Line:
 
 class Turns:
     def __init__(self, places: int) -> None:
-        """`places`: samples that are drawn at the same time. Requests with as many samples are begun, too."""
+        """`places`: samples that are drawn at the same time, not counting one of each tenant that has no other there.
+        Requests with as many samples are begun, too."""
         self._places = places
         self._begun, self._drawn = _Line(), _Line()
 
@@ -99,8 +101,8 @@ class Turns:
     def _may_begin(self, tenant: str) -> bool:
         return self.open < self._places or not self._begun.used[tenant]
 
-    def _has_place(self, _: str) -> bool:
-        return self._drawn.total < self._places
+    def _has_place(self, tenant: str) -> bool:
+        return self._drawn.total < self._places or not self._drawn.used[tenant]
 
     async def enter(self, tenant: str, samples: int) -> None:
         """Wait until a request may begin; each of its samples then leaves."""
