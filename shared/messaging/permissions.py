@@ -200,8 +200,9 @@ _CONNECT = (
 _STRINGS = ("get", "set", "del", "exists")
 _HASHES = ("hget", "hmget", "hgetall", "hkeys", "hset", "hdel", "hincrby", "hincrbyfloat", "expire")
 _SETS = ("sadd", "srem", "smembers")
+_SORTED_SETS = ("zadd", "zrem", "zrange", "zrevrange", "zscore")
 _COMMANDS: dict[str, tuple[str, ...]] = {
-    TRAINER: (*_STRINGS, *_HASHES, *_SETS, "xadd", "multi", "exec", "zadd", "zrem", "zrange", "zrevrange", "mget"),
+    TRAINER: (*_STRINGS, *_HASHES, *_SETS, *_SORTED_SETS, "xadd", "multi", "exec", "mget"),
     ROLLOUT: (*_STRINGS, *_HASHES, *_SETS, "xadd", "zadd", "zrem", "zcard", "zrange", "incrby"),
     REFERENCE: (*_STRINGS, "hmget", "hgetall", "hset", *_SETS, "xadd"),
     ENV: ("get", "set", "del", *_SETS),

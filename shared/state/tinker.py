@@ -14,6 +14,7 @@ Redis keys:
     tinker:checkpointed:{tenant}  sorted set of the tenant's checkpoint paths by creation time
     tinker:stored               hash: tenant -> bytes of its checkpoints
     tinker:expiring             sorted set of checkpoint paths by the Unix time at which they expire
+    tinker:indexed              exists once records of earlier versions are in the indexes
     tinker:secret               what URLs of downloads are signed with
 """
 
@@ -27,7 +28,7 @@ from typing import Any
 import msgspec
 
 from opentinker.shared.state.redis_script import Script
-from opentinker.shared.state.tinker_sessions import TinkerSessions, TooManyRecords
+from opentinker.shared.state.tinker_sessions import LEFT_S, TinkerSessions, TooManyRecords
 from opentinker.shared.types import codec
 from opentinker.shared.types.errors import Conflict, NotFound
 from opentinker.shared.types.tinker import (
@@ -42,9 +43,11 @@ MAX_CHECKPOINT_BYTES = 1 << 40
 """Bytes of a tenant's checkpoints at which further saves are refused. Saves under way may exceed it."""
 
 
-# KEYS model, models, models of the job, live, trained. ARGV: id, record, created, MAX_MODELS
+# KEYS model, models, models of the job, live, trained, session, closing. ARGV: id, record, created, MAX_MODELS, id of
+# the session
 _ADD_MODEL = """
 if redis.call('HEXISTS', KEYS[1], 'record') == 1 then return 1 end
+if redis.call('EXISTS', KEYS[6]) == 0 or redis.call('ZSCORE', KEYS[7], ARGV[5]) then return -2 end
 if redis.call('SCARD', KEYS[4]) >= tonumber(ARGV[4]) then return -1 end
 redis.call('HSET', KEYS[1], 'record', ARGV[2], 'used', ARGV[3])
 redis.call('ZADD', KEYS[2], ARGV[3], ARGV[1])
@@ -102,16 +105,21 @@ class TinkerStore(TinkerSessions):
     # --- models -------------------------------------------------------------------------------------------------
 
     async def add_model(self, model: TinkerModel) -> None:
-        """Idempotent. Raises Conflict if a model with this id and another shape exists, TooManyRecords."""
+        """Idempotent. Raises Conflict if a model with this id and another shape exists, TooManyRecords, NotFound if its
+        session has ended."""
+        session = model.id.partition(":")[0]
         added = await self._add_model(
             keys=[f"tinker:model:{model.id}", f"tinker:models:{model.tenant}", f"tinker:models:of:{model.job}",
-                  f"tinker:live:{model.tenant}", f"tinker:trained:{model.id.partition(':')[0]}"],
-            args=[model.id, codec.to_json(model), model.created, MAX_MODELS],
+                  f"tinker:live:{model.tenant}", f"tinker:trained:{session}", f"tinker:session:{session}",
+                  "tinker:closing"],
+            args=[model.id, codec.to_json(model), model.created, MAX_MODELS, session],
         )  # fmt: skip
+        if added == -2:
+            raise NotFound(f"session {session} has ended")
         if added == -1:
             raise TooManyRecords(
-                f"tenant {model.tenant} has {MAX_MODELS} models; unload those that are not used (POST "
-                "/api/v1/unload_model, or end their clients), checkpoints stay"
+                f"tenant {model.tenant} has {MAX_MODELS} models whose clients send heartbeats, or did within the last "
+                f"{LEFT_S / 60:.0f} minutes; end clients that are not used, or unload models; checkpoints stay"
             )
         if added == 1:
             known = await self.model(model.tenant, model.id)
@@ -143,18 +151,19 @@ class TinkerStore(TinkerSessions):
         if models:
             await self._redis.srem(f"tinker:live:{tenant}", *models)
 
-    async def is_waiting(self, model: str) -> bool:
-        """Return whether a command of the model has no answer yet."""
-        return bool(await self._redis.exists(f"tinker:open:{model}"))
+    async def is_unloaded(self, model: str) -> bool:
+        """Return whether the command that unloads the model has had its answer."""
+        number = await self._redis.hget(f"tinker:model:{model}", "unload")
+        return number is None or await self.was_answered(f"{model}#{number}")
 
     async def remove_model(self, model: TinkerModel) -> bool:
-        """Remove what is known of a model that has ended: of one with checkpoints its numbers alone. Return whether
-        nothing is left."""
-        await self._redis.delete(f"tinker:asked:{model.id}", f"tinker:open:{model.id}", f"tinker:sampling:{model.id}")
+        """Remove what is known of a model that has ended: while it has checkpoints its record stays, and its samplers.
+        Return whether nothing is left."""
+        await self._redis.delete(f"tinker:asked:{model.id}", f"tinker:open:{model.id}")
         if await self._redis.exists(f"tinker:checkpoints:{model.id}"):
             return False
         async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.delete(f"tinker:model:{model.id}", f"tinker:progress:{model.id}")
+            pipe.delete(*(f"tinker:{key}:{model.id}" for key in ("model", "progress", "sampling")))
             pipe.zrem(f"tinker:models:{model.tenant}", model.id)
             pipe.srem(f"tinker:models:of:{model.job}", model.id)
             pipe.srem(f"tinker:live:{model.tenant}", model.id)
@@ -230,8 +239,18 @@ class TinkerStore(TinkerSessions):
         return sorted(found, key=lambda one: -one.created)
 
     async def checkpoint_paths(self, tenant: str, offset: int, limit: int) -> tuple[list[str], int]:
-        """Return a page of the paths of the tenant's checkpoints, newest first, and how many there are."""
-        return await self._page(f"tinker:checkpointed:{tenant}", offset, limit)
+        """Return a page of the paths of the tenant's checkpoints, newest first, and how many there are; those that have
+        expired are neither in it nor counted."""
+        index = f"tinker:checkpointed:{tenant}"
+        expired = await self._redis.zrange("tinker:expiring", 0, time.time(), byscore=True)
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for path in expired:
+                pipe.zrevrank(index, path)
+            ranks = sorted(rank for rank in await pipe.execute() if rank is not None)
+        for rank in ranks:
+            offset += rank <= offset
+        paths, total = await self._page(index, offset, limit + len(ranks))
+        return [path for path in paths if path not in set(expired)][:limit], total - len(ranks)
 
     async def stored_bytes(self, tenant: str) -> int:
         """Return the bytes of the tenant's checkpoints."""
@@ -273,3 +292,30 @@ class TinkerStore(TinkerSessions):
             pipe.zcard(index)
             names, total = await pipe.execute()
         return list(names), int(total)
+
+    # --- records of earlier versions ----------------------------------------------------------------------------
+
+    async def complete_indexes(self) -> None:
+        """Enter records of versions that had no such indexes, once: heartbeats, models that count, and the bytes of
+        checkpoints."""
+        redis = self._redis
+        if await redis.exists("tinker:indexed"):
+            return
+        async for key in redis.scan_iter("tinker:sessions:*", count=1000):
+            if ids := await redis.zrange(key, 0, -1):
+                await redis.zadd("tinker:beats", dict.fromkeys(ids, time.time()), nx=True)
+        async for key in redis.scan_iter("tinker:models:*", count=1000, _type="zset"):
+            tenant = key.removeprefix("tinker:models:")
+            for id in await redis.zrange(key, 0, -1):
+                text = await redis.hget(f"tinker:model:{id}", "record")
+                if text and await self.has_session(id) and not codec.from_json(TinkerModel, text).ended:
+                    await redis.sadd(f"tinker:trained:{id.partition(':')[0]}", id)
+                    await redis.sadd(f"tinker:live:{tenant}", id)
+        async for key in redis.scan_iter("tinker:checkpointed:*", count=1000):
+            size = 0
+            for path in await redis.zrange(key, 0, -1):
+                model, _, field = path.removeprefix("tinker://").partition("/")
+                if text := await redis.hget(f"tinker:checkpoints:{model}", field):
+                    size += codec.from_json(TinkerCheckpoint, text).size
+            await redis.hset("tinker:stored", key.removeprefix("tinker:checkpointed:"), size)
+        await redis.set("tinker:indexed", "1")

@@ -138,16 +138,19 @@ class TinkerRequests:
 
     # --- commands -----------------------------------------------------------------------------------------------
 
-    async def ask(self, model: str, seq: int, digest: str, *, tokens: int = 0, quota: Quota | None = None) -> bool:
+    async def ask(
+        self, model: str, seq: int, digest: str, *, tokens: int = 0, quota: Quota | None = None, bounded: bool = True
+    ) -> bool:
         """Note the body of a command and count its tokens; return whether it is new. A repeated one counts nothing.
 
         Raises Conflict if this number was used with another body, TooManyWaiting if MAX_WAITING commands have no answer
-        yet, unless all of them wait for this one, TokensSpent if the limit is reached."""
+        yet, unless all of them wait for this one or it is not `bounded`, TokensSpent if the limit is reached."""
         counted = quota is not None and quota.limit is not None and tokens > 0
         known = await self._ask(
             keys=[f"tinker:asked:{model}", f"tinker:model:{model}", f"tinker:open:{model}",
                   quota.key if quota else f"tinker:tokens:{model}"],
-            args=[str(seq), digest, str(MAX_WAITING), str(tokens), str(quota.limit) if quota and counted else ""],
+            args=[str(seq), digest, str(MAX_WAITING if bounded else 1 << 53), str(tokens),
+                  str(quota.limit) if quota and counted else ""],
         )  # fmt: skip
         if not known:
             raise Conflict(f"seq_id {seq} of model {model} was used for another request")

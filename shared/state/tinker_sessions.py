@@ -3,7 +3,9 @@
 Redis keys:
     tinker:session:{id}         the TinkerSession as JSON
     tinker:beat:{id}            exists while the session's client sends heartbeats
-    tinker:beats                sorted set of session ids by the Unix time of their last heartbeat
+    tinker:beats                sorted set of session ids by the Unix time of their last heartbeat; of those that their
+                                clients have finished, LEFT_S before that
+    tinker:closing              sorted set of ids of sessions that are being removed, by the Unix time of the last try
     tinker:finished:{id}        how the session's client says that it ended, as JSON
     tinker:in:{id}              set of ids of the session's samplers
     tinker:trained:{id}         set of ids of the session's models
@@ -31,6 +33,8 @@ BEAT_S = 300
 """A session without heartbeats for this long counts as left by its client."""
 SESSION_KEPT_S = 86400.0
 """A session without heartbeats for this long is removed, with its samplers and models."""
+LEFT_S = 3600.0
+"""A session without heartbeats for this long, or that its client has finished, makes room for new ones at a bound."""
 MAX_SESSIONS, MAX_SAMPLERS = 1000, 10_000
 """Largest number for a tenant."""
 SAMPLER_KEPT_S = 3600.0
@@ -49,18 +53,32 @@ redis.call('ZADD', KEYS[3], ARGV[4], ARGV[1])
 return 1
 """
 
-# KEYS beats, session, beat, finished, sessions, trained. ARGV: id, time of a heartbeat that keeps it
-_CLOSE_SESSION = """
-if tonumber(redis.call('ZSCORE', KEYS[1], ARGV[1]) or 0) > tonumber(ARGV[2]) then return 0 end
-redis.call('ZREM', KEYS[1], ARGV[1])
-redis.call('ZREM', KEYS[5], ARGV[1])
-redis.call('DEL', KEYS[2], KEYS[3], KEYS[4], KEYS[6])
+# KEYS session, beat, beats, closing, finished. ARGV: id, now, BEAT_S
+_BEAT = """
+if redis.call('EXISTS', KEYS[1]) == 0 or redis.call('EXISTS', KEYS[5]) == 1 then return 0 end
+if redis.call('ZSCORE', KEYS[4], ARGV[1]) then return 0 end
+redis.call('SET', KEYS[2], '1', 'EX', ARGV[3])
+redis.call('ZADD', KEYS[3], ARGV[2], ARGV[1])
 return 1
 """
 
-# KEYS sampler, in, model, sampling, samplers. ARGV: id, record, seq (empty: it is no newest one of a model), time, 1 if
-# it holds weights of a model
+# KEYS beat, beats, closing, sessions, trained, live. ARGV: id, time of a heartbeat that keeps it, now. Returns 1 more
+# than the models that count no longer; 0: the session stays
+_LEAVE_SESSION = """
+local beat = redis.call('ZSCORE', KEYS[2], ARGV[1])
+if not beat or tonumber(beat) > tonumber(ARGV[2]) or redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
+redis.call('ZREM', KEYS[2], ARGV[1])
+redis.call('ZREM', KEYS[4], ARGV[1])
+redis.call('ZADD', KEYS[3], ARGV[3], ARGV[1])
+local removed = 1
+for _, model in ipairs(redis.call('SMEMBERS', KEYS[5])) do removed = removed + redis.call('SREM', KEYS[6], model) end
+return removed
+"""
+
+# KEYS sampler, in, model, sampling, samplers, session, closing. ARGV: id, record, seq (empty: it is no newest one of a
+# model), time, 1 if it holds weights of a model, id of the session
 _ADD_SAMPLER = """
+if redis.call('EXISTS', KEYS[6]) == 0 or redis.call('ZSCORE', KEYS[7], ARGV[6]) then return 0 end
 redis.call('SET', KEYS[1], ARGV[2])
 redis.call('SADD', KEYS[2], ARGV[1])
 redis.call('ZADD', KEYS[5], ARGV[4], ARGV[1])
@@ -80,7 +98,7 @@ class TinkerSessions(TinkerRequests):
     def __init__(self, redis: Any) -> None:
         super().__init__(redis)
         self._open_session = Script(redis, _OPEN_SESSION)
-        self._close_session = Script(redis, _CLOSE_SESSION)
+        self._beat, self._leave_session = Script(redis, _BEAT), Script(redis, _LEAVE_SESSION)
         self._add_sampler = Script(redis, _ADD_SAMPLER)
 
     # --- sessions -----------------------------------------------------------------------------------------------
@@ -94,8 +112,8 @@ class TinkerSessions(TinkerRequests):
         )  # fmt: skip
         if not opened:
             raise TooManyRecords(
-                f"tenant {session.tenant} has {MAX_SESSIONS} sessions; end clients that are not used, "
-                f"{SESSION_KEPT_S / 3600:.0f} hours later their sessions are removed"
+                f"tenant {session.tenant} has {MAX_SESSIONS} sessions whose clients send heartbeats, or did within the "
+                f"last {LEFT_S / 60:.0f} minutes; end clients that are not used"
             )
 
     async def session(self, tenant: str, id: str) -> TinkerSession:
@@ -106,17 +124,17 @@ class TinkerSessions(TinkerRequests):
         """Return whether the session of a model or sampler is there."""
         return bool(await self._redis.exists(f"tinker:session:{id.partition(':')[0]}"))
 
-    async def beat(self, id: str) -> None:
-        async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.set(f"tinker:beat:{id}", "1", ex=BEAT_S)
-            pipe.zadd("tinker:beats", {id: time.time()}, xx=True)
-            await pipe.execute()
+    async def beat(self, id: str) -> bool:
+        """Note a heartbeat. Return False, and change nothing, for a session that has ended."""
+        keys = [f"tinker:session:{id}", f"tinker:beat:{id}", "tinker:beats", "tinker:closing", f"tinker:finished:{id}"]
+        return bool(await self._beat(keys=keys, args=[id, time.time(), BEAT_S]))
 
     async def finish(self, id: str, how: str) -> None:
         """Note how the client of a session ended, as JSON."""
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.set(f"tinker:finished:{id}", how)
             pipe.delete(f"tinker:beat:{id}")
+            pipe.zadd("tinker:beats", {id: time.time() - LEFT_S}, xx=True)
             await pipe.execute()
 
     async def finished(self, id: str) -> str:
@@ -130,15 +148,13 @@ class TinkerSessions(TinkerRequests):
         """Return ids of the tenant's sessions, newest first."""
         return list(await self._redis.zrange(f"tinker:sessions:{tenant}", offset, offset + limit - 1, desc=True))
 
-    async def sessions_after(self, tenant: str, last: str, limit: int) -> list[TinkerSession]:
-        """Return the tenant's sessions that follow this one, newest first; from the first if it is empty, none if it
-        is unknown."""
+    async def sessions_after(self, tenant: str, last: str, created: float, limit: int) -> list[TinkerSession]:
+        """Return the tenant's sessions that follow this one, newest first; from the first if it is empty. `created`:
+        its time, which says what follows it after it was removed."""
         key, start = f"tinker:sessions:{tenant}", 0
         if last:
             rank = await self._redis.zrevrank(key, last)
-            if rank is None:
-                return []
-            start = int(rank) + 1
+            start = int(await self._redis.zcount(key, f"({created}", "+inf") if rank is None else rank + 1)
         return await self._listed(TinkerSession, key, "tinker:session:", start, limit)
 
     async def models_in(self, session: str) -> list[str]:
@@ -147,36 +163,68 @@ class TinkerSessions(TinkerRequests):
     async def sessions_left(self, before: float, limit: int = 1000) -> list[TinkerSession]:
         """Return sessions without a heartbeat since this Unix time, those left first."""
         ids = await self._redis.zrange("tinker:beats", "-inf", before, byscore=True, offset=0, num=limit)
+        return await self._sessions(ids)
+
+    async def leave_session(self, tenant: str, id: str, before: float) -> int:
+        """Begin to remove a session: it takes no heartbeats, models and samplers any more, and neither it nor its
+        models count. Return 1 more than those that counted; 0, and change nothing, if it has had a heartbeat since this
+        Unix time."""
+        return int(await self._leave_session(
+            keys=[f"tinker:beat:{id}", "tinker:beats", "tinker:closing", f"tinker:sessions:{tenant}",
+                  f"tinker:trained:{id}", f"tinker:live:{tenant}"],
+            args=[id, before, time.time()],
+        ))  # fmt: skip
+
+    async def make_room(self, tenant: str, *, models: bool) -> None:
+        """Begin to remove the session of the tenant that was left first, at least LEFT_S ago or finished; with `models`
+        as many as it takes until a model counts no longer."""
+        ids, before = await self._redis.zrange(f"tinker:sessions:{tenant}", 0, -1), time.time() - LEFT_S
+        beats = await self._redis.zmscore("tinker:beats", ids) if ids else []
+        for _, id in sorted((beat, id) for beat, id in zip(beats, ids, strict=True) if beat is not None):
+            if await self.leave_session(tenant, id, before) > int(models):
+                return
+
+    async def sessions_closing(self, before: float, limit: int = 100) -> list[TinkerSession]:
+        """Return sessions that are being removed, and were not tried since this Unix time."""
+        ids = await self._redis.zrange("tinker:closing", "-inf", f"({before}", byscore=True, offset=0, num=limit)
+        return await self._sessions(ids)
+
+    async def try_later(self, id: str, now: float) -> None:
+        """Note that a session that is being removed was tried."""
+        await self._redis.zadd("tinker:closing", {id: now}, xx=True)
+
+    async def close_session(self, session: TinkerSession) -> None:
+        """Remove a session and its samplers."""
+        samplers = await self.samplers_in(session.id)
+        for start in range(0, len(samplers), 500):
+            await self._remove_samplers(session.tenant, samplers[start : start + 500])
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.delete(*(f"tinker:{key}:{session.id}" for key in ("session", "beat", "finished", "trained", "in")))
+            pipe.zrem("tinker:beats", session.id)
+            pipe.zrem("tinker:closing", session.id)
+            pipe.zrem(f"tinker:sessions:{session.tenant}", session.id)
+            await pipe.execute()
+
+    async def _sessions(self, ids: Sequence[str]) -> list[TinkerSession]:
         texts = await self._redis.mget([f"tinker:session:{id}" for id in ids]) if ids else []
         return [codec.from_json(TinkerSession, text) for text in texts if text]
-
-    async def close_session(self, session: TinkerSession, before: float) -> bool:
-        """Remove a session and its samplers. Return False, and change nothing, if it has had a heartbeat since."""
-        removed = await self._close_session(
-            keys=["tinker:beats", f"tinker:session:{session.id}", f"tinker:beat:{session.id}",
-                  f"tinker:finished:{session.id}", f"tinker:sessions:{session.tenant}", f"tinker:trained:{session.id}"],
-            args=[session.id, before],
-        )  # fmt: skip
-        if removed:
-            samplers = await self.samplers_in(session.id)
-            for start in range(0, len(samplers), 500):
-                await self._remove_samplers(session.tenant, samplers[start : start + 500])
-            await self._redis.delete(f"tinker:in:{session.id}")
-        return bool(removed)
 
     # --- samplers -----------------------------------------------------------------------------------------------
 
     async def add_sampler(self, sampler: Sampler) -> None:
         """Save it; one with this id is replaced. One of a model's weights without a name is its newest from now on,
-        unless a later command has saved another."""
-        number = sampler.version.rpartition("@")[2]
+        unless a later command has saved another. Raises NotFound if its session has ended."""
+        number, session = sampler.version.rpartition("@")[2], sampler.session
         is_newest, model = bool(sampler.model and not sampler.path), sampler.model
-        await self._add_sampler(
-            keys=[f"tinker:sampler:{sampler.id}", f"tinker:in:{sampler.session}", f"tinker:model:{model}",
-                  f"tinker:sampling:{model}", f"tinker:samplers:{sampler.tenant}"],
+        added = await self._add_sampler(
+            keys=[f"tinker:sampler:{sampler.id}", f"tinker:in:{session}", f"tinker:model:{model}",
+                  f"tinker:sampling:{model}", f"tinker:samplers:{sampler.tenant}", f"tinker:session:{session}",
+                  "tinker:closing"],
             args=[sampler.id, codec.to_json(sampler), (number if number.isdigit() else "0") if is_newest else "",
-                  time.time(), int(bool(model and not sampler.follows))],
+                  time.time(), int(bool(model and not sampler.follows)), session],
         )  # fmt: skip
+        if not added:
+            raise NotFound(f"session {session} has ended")
 
     async def make_room_for_sampler(self, tenant: str) -> None:
         """Remove samplers that have been idle for long if the tenant has as many as it may. Raises TooManyRecords."""
@@ -202,13 +250,14 @@ class TinkerSessions(TinkerRequests):
                     pipe.zrem(f"tinker:sampling:{model}", id)
             await pipe.execute()
 
-    async def used_sampler(self, sampler: Sampler) -> None:
-        """Note that samples are drawn with it, and with its weights, which one that follows the model's does not
-        hold."""
+    async def used_sampler(self, sampler: Sampler, newest: Sampler) -> None:
+        """Note that samples are drawn with it, and with its weights. `newest`: the sampler that holds them, which is
+        another one if it follows the model's."""
+        now = time.time()
         async with self._redis.pipeline(transaction=False) as pipe:
-            pipe.zadd(f"tinker:samplers:{sampler.tenant}", {sampler.id: time.time()}, xx=True)
+            pipe.zadd(f"tinker:samplers:{sampler.tenant}", {sampler.id: now, newest.id: now}, xx=True)
             if sampler.model and not sampler.follows:
-                pipe.zadd(f"tinker:sampling:{sampler.model}", {sampler.id: time.time()})
+                pipe.zadd(f"tinker:sampling:{sampler.model}", {sampler.id: now})
             await pipe.execute()
 
     async def samplers_of(self, model: str) -> list[Sampler]:

@@ -196,6 +196,7 @@ class FinishBody(msgspec.Struct, frozen=True, kw_only=True):
 
 class CursorBody(msgspec.Struct, frozen=True, kw_only=True):
     last_session_id: str
+    last_created_at: str = ""
 
 
 class SearchBody(msgspec.Struct, frozen=True, kw_only=True):

@@ -87,7 +87,10 @@ class Commands:
         tokens = tokens_in(body) if isinstance(body, ForwardBackward) else 0
         with too_many("commands"):
             quota = self._access.quota(command.tenant, job)
-            await store.ask(command.model, command.seq, _digest(body), tokens=tokens, quota=quota)
+            await store.ask(
+                command.model, command.seq, _digest(body), tokens=tokens, quota=quota,
+                bounded=not isinstance(body, Unload),
+            )  # fmt: skip
         async with asyncio.timeout(PUBLISH_S):
             await self._bus.publish(COMMAND, command, msg_id=command.request, job=job.id)
         await store.used_model(command.model)

@@ -12,7 +12,7 @@ import asyncio
 from opentinker.services.scheduler.tinker.access import Access
 from opentinker.services.scheduler.tinker.commands import Commands
 from opentinker.services.scheduler.tinker.downloads_api import DownloadsApi
-from opentinker.services.scheduler.tinker.endings import close_left_sessions
+from opentinker.services.scheduler.tinker.endings import Endings
 from opentinker.services.scheduler.tinker.expiry import expire
 from opentinker.services.scheduler.tinker.futures import Futures
 from opentinker.services.scheduler.tinker.futures_api import HOLD_S, FuturesApi
@@ -27,10 +27,11 @@ class TinkerGateway:
     def __init__(self, ctx: Context) -> None:
         access = Access(ctx)
         self._access, self._futures = access, Futures(ctx, access.store)
-        self._commands = Commands(access)
+        commands = Commands(access)
+        self._endings = Endings(access, commands)
         self.handlers: tuple[object, ...] = (
-            TinkerSessionsApi(access),
-            TrainingApi(access, self._commands),
+            TinkerSessionsApi(access, self._endings),
+            TrainingApi(access, commands, self._endings),
             FuturesApi(access, self._futures, HOLD_S),
             SamplingApi(access),
             RunsApi(access),
@@ -42,4 +43,4 @@ class TinkerGateway:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._futures.run())
             tasks.create_task(expire(self._access))
-            tasks.create_task(close_left_sessions(self._access, self._commands))
+            tasks.create_task(self._endings.run())

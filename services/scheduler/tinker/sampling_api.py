@@ -115,7 +115,7 @@ class SamplingApi:
             asked, model=newest.model, directory=newest.directory, version=newest.version, rank=newest.rank,
             follows=sampler.follows,
         )  # fmt: skip
-        await self._store.used_sampler(sampler)
+        await self._store.used_sampler(sampler, newest)
         async with asyncio.timeout(PUBLISH_S):
             msg_id = f"{asked.request}@{uuid.uuid4().hex}" if again else asked.request
             await self._bus.publish(SAMPLE, asked, msg_id=msg_id, job=sampler.job)

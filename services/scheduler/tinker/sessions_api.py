@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import time
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -30,6 +31,7 @@ from opentinker.services.scheduler.tinker.bodies import (
     read_raw,
     text_of,
 )
+from opentinker.services.scheduler.tinker.endings import Endings
 from opentinker.shared.security.authorization import Action
 from opentinker.shared.types.errors import NotFound, SpecError
 from opentinker.shared.types.tinker import TinkerSession
@@ -62,8 +64,8 @@ SCOPE = Parameter("access_scope", "Ignored: what the key's tenant owns is listed
 
 
 class TinkerSessionsApi:
-    def __init__(self, access: Access) -> None:
-        self._access, self._store = access, access.store
+    def __init__(self, access: Access, endings: Endings) -> None:
+        self._access, self._store, self._endings = access, access.store, endings
 
     @Route("GET", "/api/v1/healthz", Action.FREE)
     async def healthz(self, _: web.Request) -> web.Response:
@@ -124,7 +126,7 @@ class TinkerSessionsApi:
             name=text_of("display_name", body.display_name),
             key=principal_of(request).name,
         )
-        await self._store.open_session(session)
+        await self._endings.with_room(session.tenant, partial(self._store.open_session, session))
         return json_response({"type": "create_session", "session_id": session.id, "warning_message": UNEMBED})
 
     @Route("POST", "/api/v1/session_heartbeat", Action.JOBS_WRITE, takes=JSON, frequent=True)
@@ -135,7 +137,8 @@ class TinkerSessionsApi:
             session = await self._access.session(request, body.session_id)
         except NotFound as error:  # the client sends no more of them
             raise web.HTTPGone(text=str(error)) from None
-        await self._store.beat(session.id)
+        if not await self._store.beat(session.id):
+            raise web.HTTPGone(text=f"session {session.id} has ended")
         return json_response({"type": "session_heartbeat"})
 
     @Route("POST", "/api/v1/sessions/{id}/finish", Action.JOBS_WRITE, takes=JSON)
@@ -186,15 +189,16 @@ class TinkerSessionsApi:
                 page = [await self._store.session(tenant, body.session_id)]
             return [one for one in page if _fits(one, body)], None, True
         last = "" if body.cursor is None else body.cursor.last_session_id
+        created = _time_of(body.cursor.last_created_at) if body.cursor and body.cursor.last_created_at else 0.0
         seen: TinkerSession | None = None
         for _ in range(SEARCHED // SEARCHED_AT_ONCE):
-            some = await self._store.sessions_after(tenant, last, SEARCHED_AT_ONCE)
+            some = await self._store.sessions_after(tenant, last, created, SEARCHED_AT_ONCE)
             for at, one in enumerate(some):
-                seen, last = one, one.id
+                seen, last, created = one, one.id, one.created
                 if _fits(one, body):
                     page.append(one)
                 if len(page) == body.limit:
-                    is_end = at + 1 == len(some) and not await self._store.sessions_after(tenant, last, 1)
+                    is_end = at + 1 == len(some) and not await self._store.sessions_after(tenant, last, created, 1)
                     return page, seen, is_end
             if len(some) < SEARCHED_AT_ONCE:
                 return page, seen, True
@@ -224,6 +228,14 @@ class TinkerSessionsApi:
 def when(at: float) -> str:
     """Return a Unix time as clients read it."""
     return datetime.fromtimestamp(at, UTC).isoformat()
+
+
+def _time_of(text: str) -> float:
+    """Return the Unix time that `when` wrote. Raises SpecError."""
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except (ValueError, OverflowError):
+        raise SpecError.of("cursor.last_created_at", text[:100], "must be a time, as it was in next_cursor") from None
 
 
 def _new_id(request: web.Request) -> str:

@@ -45,9 +45,9 @@ from opentinker.services.scheduler.tinker.bodies import (
     seq_of,
 )
 from opentinker.services.scheduler.tinker.commands import Body, Commands, or_skip
+from opentinker.services.scheduler.tinker.endings import Endings
 from opentinker.shared.security.authorization import Action
 from opentinker.shared.state.tinker import MAX_CHECKPOINT_BYTES
-from opentinker.shared.state.tinker_sessions import TooManyRecords
 from opentinker.shared.types.core import JobRecord
 from opentinker.shared.types.errors import NotFound, SpecError
 from opentinker.shared.types.tinker import (
@@ -73,8 +73,8 @@ Make = Callable[[G, TinkerModel, int], Awaitable[Body]]
 
 
 class TrainingApi:
-    def __init__(self, access: Access, commands: Commands) -> None:
-        self._access, self._commands = access, commands
+    def __init__(self, access: Access, commands: Commands, endings: Endings) -> None:
+        self._access, self._commands, self._endings = access, commands, endings
         self._large = asyncio.Semaphore(LARGE_AT_ONCE)
 
     # --- models -----------------------------------------------------------------------------------------------------
@@ -166,11 +166,7 @@ class TrainingApi:
         with contextlib.suppress(NotFound):  # a repeated request stays with the server that it was first given to
             known = await self._access.model(request, model.id)
             model = msgspec.structs.replace(model, job=known.job)
-        try:
-            await self._access.store.add_model(model)
-        except TooManyRecords:
-            await self._access.forget_ended_servers(model.tenant)
-            await self._access.store.add_model(model)
+        await self._endings.with_room(model.tenant, partial(self._access.store.add_model, model), models=True)
         return await self._commands.send(model, 0, create)
 
     @Route("POST", "/api/v1/unload_model", Action.JOBS_WRITE, takes=JSON)

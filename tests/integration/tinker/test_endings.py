@@ -1,4 +1,4 @@
-"""Sessions, samplers and models end, their number is bounded, and lists come in pages."""
+"""Sessions, samplers and models end, and their number is bounded."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 
 from opentinker.services.scheduler.http.errors import TooMany
-from opentinker.services.scheduler.tinker import endings, sessions_api
+from opentinker.services.scheduler.tinker import endings
 from opentinker.services.scheduler.tinker.access import Access
 from opentinker.services.scheduler.tinker.commands import Commands
+from opentinker.services.scheduler.tinker.endings import Endings
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.security.key_text import parse
 from opentinker.shared.state.keys import KeyStore
 from opentinker.shared.types.core import JobState
 from opentinker.shared.types.errors import NotFound
-from opentinker.shared.types.tinker import OptimStep, TinkerModel, TinkerSession, Unload, tinker_place
+from opentinker.shared.types.tinker import OptimStep, Sampler, TinkerModel, Unload, tinker_place
 from tests.conftest import until
 from tests.integration.tinker.site import BASE, Client, FakeWorkers, checkpoint_of, passes, start_server
 from tests.integration.tinker.test_sampling import asked
@@ -29,14 +30,16 @@ from tests.support.scheduling import running
 async def leave(ctx: Context, session: str) -> None:
     """Its last heartbeat was two days ago."""
     await ctx.store.redis.zadd("tinker:beats", {session: time.time() - 2 * 86400})
+    await ctx.store.redis.delete(f"tinker:beat:{session}")
 
 
 @pytest.fixture
 async def closing(ctx: Context, workers: FakeWorkers, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Access]:
     """Closes sessions that were left, round by round."""
     monkeypatch.setattr(endings, "ROUND_S", 0.02)
+    monkeypatch.setattr(endings, "RECONNECT_S", 0.0)
     access = Access(ctx)
-    async with running(endings.close_left_sessions(access, Commands(access))):
+    async with running(Endings(access, Commands(access)).run()):
         yield access
 
 
@@ -114,16 +117,160 @@ async def test_a_session_that_cannot_be_closed_keeps_no_other_one(
     assert await workers.store.has_session(stuck)
 
 
+async def test_clients_have_time_to_come_back_after_an_outage(
+    user: Client, workers: FakeWorkers, ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endings, "ROUND_S", 0.02)
+    session = (await user.model()).partition(":")[0]
+    await leave(ctx, session)
+    access = Access(ctx)
+    closer, rounds = Endings(access, Commands(access)), 0
+    sessions_left = closer._store.sessions_left
+
+    async def counted(before: float) -> Any:
+        nonlocal rounds
+        rounds += 1
+        return await sessions_left(before)
+
+    monkeypatch.setattr(closer._store, "sessions_left", counted)
+    async with running(closer.run()):
+        await until(lambda: rounds >= 3)
+        closer._since -= 3600  # it has run for long
+        closer._seen -= 3600  # and then the machine was suspended
+        before = rounds
+        await until(lambda: rounds >= before + 3)
+        assert await workers.store.has_session(session)
+        await user.ok("session_heartbeat", session_id=session)
+        closer._since -= 3600
+        before = rounds
+        await until(lambda: rounds >= before + 3)
+        assert await workers.store.has_session(session), "its client is back"
+        await leave(ctx, session)
+        await until(lambda: workers.store.has_session(session), lambda found: not found)
+
+
+async def test_a_client_that_sends_heartbeats_stays_whatever_the_clocks_say(
+    user: Client, workers: FakeWorkers, ctx: Context, closing: Access
+) -> None:
+    alive, left = await user.session(), await user.session()
+    await leave(ctx, alive)
+    await ctx.store.redis.set(f"tinker:beat:{alive}", "1", ex=300)
+    await leave(ctx, left)
+    await until(lambda: workers.store.has_session(left), lambda found: not found)
+    await user.ok("session_heartbeat", session_id=alive)
+
+
+async def test_a_session_that_is_closing_takes_nothing_more(user: Client, workers: FakeWorkers, ctx: Context) -> None:
+    model = await user.model()
+    session = model.partition(":")[0]
+    assert not await workers.store.leave_session("default", session, time.time() - 10)
+    assert await workers.store.live_models("default") == [model]
+    await leave(ctx, session)
+    assert await workers.store.leave_session("default", session, time.time() - 10) == 2
+    assert await workers.store.live_models("default") == []
+    assert (await user.post("session_heartbeat", session_id=session))[0] == 410
+    body: dict[str, Any] = {"session_id": session, "base_model": BASE, "lora_config": {"rank": 8}}
+    status, answer = await user.post("create_model", **body, model_seq_id=1)
+    assert status == 404 and "has ended" in answer["detail"]
+    made = {"session_id": session, "sampling_session_seq_id": 0, "base_model": BASE}
+    assert (await user.post("create_sampling_session", **made))[0] == 404
+    assert await workers.store.models_in(session) == [model] and await workers.store.samplers_in(session) == []
+    await workers.store.close_session(await workers.store.session("default", session))
+    assert not [key for key in await keys_of(ctx, session) if model not in key]
+
+
+async def test_a_session_is_closed_though_a_command_was_never_sent(
+    user: Client, workers: FakeWorkers, ctx: Context, closing: Access, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("opentinker.shared.state.tinker_requests.MAX_WAITING", 3)
+    model = await user.model()
+    for seq in (1, 2, 3):
+        await workers.store.ask(model, seq, "digest")
+    assert (await user.post("optim_step", model_id=model, seq_id=4))[0] == 429
+    await leave(ctx, session := model.partition(":")[0])
+    await until(lambda: workers.store.has_session(session), lambda found: not found)
+    assert [one.seq for one in workers.commands] == [0, 4] and workers.commands[-1].body == Unload()
+
+
+async def test_sessions_that_were_left_make_room_for_new_ones(
+    user: Client, workers: FakeWorkers, ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("opentinker.shared.state.tinker.MAX_MODELS", 2)
+    monkeypatch.setattr("opentinker.shared.state.tinker_sessions.MAX_SESSIONS", 3)
+    first, second = await user.model(), await user.model()
+    session = await user.session()
+    body: dict[str, Any] = {"session_id": session, "base_model": BASE, "lora_config": {"rank": 8}}
+    for finished in (first, second):
+        assert (await user.post("create_session", tags=[]))[0] == 422
+        assert (await user.post("create_model", **body, model_seq_id=0))[0] == 422
+        if finished == first:
+            reason = {"reason": {"type": "success"}}
+            status, _ = await user.send("POST", f"sessions/{finished.partition(':')[0]}/finish", reason)
+            assert status == 200
+            assert (await user.post("session_heartbeat", session_id=finished.partition(":")[0]))[0] == 410
+        else:
+            await leave(ctx, finished.partition(":")[0])
+        assert (await user.post("create_session", tags=[]))[0] == 422, "clients may come back after a restart"
+    monkeypatch.setattr(endings, "RECONNECT_S", 0.0)
+    kept = await user.model(session, 0)
+    assert await workers.store.live_models("default") == sorted([first, kept]), "the one that was left first"
+    assert len((await user.get("sessions"))[1]["sessions"]) == 2
+    await user.session(), await user.session()
+    assert await workers.store.live_models("default") == [kept]
+    assert (await user.post("create_session", tags=[]))[0] == 422
+
+
+async def test_records_of_earlier_versions_are_entered_once(user: Client, workers: FakeWorkers, ctx: Context) -> None:
+    model, ended = await user.model(), await user.model()
+    await user.ok("unload_model", model_id=ended)
+    session, redis = model.partition(":")[0], ctx.store.redis
+    for saved in (checkpoint_of(ctx, model), checkpoint_of(ctx, model, name="second", size=5)):
+        await workers.store.add_checkpoint(saved)
+    indexes = ("tinker:beats", f"tinker:trained:{session}", "tinker:live:default", "tinker:stored")
+    await redis.delete(*indexes, "tinker:indexed")
+    before = time.time()
+    await workers.store.complete_indexes()
+    assert await workers.store.models_in(session) == [model] == await workers.store.live_models("default")
+    assert await workers.store.stored_bytes("default") == 12
+    assert float(await redis.zscore("tinker:beats", session)) >= before
+    await redis.delete(*indexes)
+    await workers.store.complete_indexes()
+    assert await workers.store.stored_bytes("default") == 0
+
+
+async def test_a_sampler_whose_weights_another_one_follows_is_in_use(
+    user: Client, workers: FakeWorkers, ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("opentinker.shared.state.tinker_sessions.MAX_SAMPLERS", 3)
+    model = await user.model()
+    session = model.partition(":")[0]
+    made: dict[str, Any] = {"tenant": "default", "session": session, "job": workers.job, "base": BASE, "model": model}
+    for seq, follows in enumerate((True, False)):
+        sampler = Sampler(id=f"{session}:sampler:{seq}", version=f"{model}@{seq}", follows=follows, **made)
+        await workers.store.add_sampler(sampler)
+    idle = await sampler_in(user, session, 2)
+    for seq in range(3):
+        await ctx.store.redis.zadd("tinker:samplers:default", {f"{session}:sampler:{seq}": time.time() - 7200})
+    await user.result(await user.ok("asample", **asked(f"{session}:sampler:0")))
+    assert workers.samples[-1].version == f"{model}@1"
+    kept = await sampler_in(user, session, 3)
+    left = [f"{session}:sampler:0", f"{session}:sampler:1", kept]
+    assert idle not in left and await workers.store.samplers_in(session) == left
+
+
 async def test_the_record_of_a_model_stays_while_it_has_checkpoints(
     user: Client, workers: FakeWorkers, ctx: Context, closing: Access
 ) -> None:
     saved = checkpoint_of(ctx, model := await user.model())
     await workers.store.add_checkpoint(saved)
+    made = {"session_id": await user.session(), "sampling_session_seq_id": 0, "model_path": saved.path}
+    sampler = (await user.ok("create_sampling_session", **made))["sampling_session_id"]
     await leave(ctx, session := model.partition(":")[0])
     await until(lambda: workers.store.has_session(session), lambda found: not found)
     await until(lambda: keys_of(ctx, f"asked:{model}"), lambda keys: not keys)
     status, run = await user.get(f"training_runs/{model}")
     assert status == 200 and run["last_checkpoint"]["tinker_path"] == saved.path
+    assert [one.id for one in await workers.store.samplers_of(model)] == [sampler], "its files stay"
     assert (await user.post("optim_step", model_id=model, seq_id=2))[0] == 410
     assert (await user.send("DELETE", f"training_runs/{model}/checkpoints/weights/first"))[0] == 200
     assert (await user.get(f"training_runs/{model}"))[0] == 404
@@ -214,56 +361,3 @@ async def test_a_url_ends_with_its_key(user: Client, api: Http, ctx: Context, wo
     await keys.revoke(parsed[1], now=time.time())
     status, answer = await api("GET", url)
     assert status == 404 and "no longer valid" in answer["detail"]
-
-
-# --- lists ----------------------------------------------------------------------------------------------------------
-
-
-async def sessions_of(workers: FakeWorkers, count: int) -> list[str]:
-    ids = [f"s-{number:020x}" for number in range(count)]
-    for number, id in enumerate(ids):
-        made = TinkerSession(id=id, tenant="default", created=1000.0 + number, name=f"name{number}")
-        await workers.store.open_session(made)
-    return ids[::-1]
-
-
-async def test_lists_come_in_pages(user: Client, workers: FakeWorkers, ctx: Context) -> None:
-    session = await user.session()
-    models = [await user.model(session, number) for number in range(4)][::-1]
-    for at, model in enumerate(models):
-        await workers.store.add_checkpoint(checkpoint_of(ctx, model, created=1000.0 - at))
-    status, found = await user.get("training_runs?limit=2&offset=1")
-    assert status == 200 and found["cursor"] == {"offset": 1, "limit": 2, "total_count": 4}
-    assert [one["training_run_id"] for one in found["training_runs"]] == models[1:3]
-    status, found = await user.get("checkpoints?limit=3&offset=2")
-    assert found["cursor"] == {"offset": 2, "limit": 3, "total_count": 4}
-    assert [one["tinker_path"].split("/")[2] for one in found["checkpoints"]] == models[2:]
-    ids = await sessions_of(workers, 5)
-    assert (await user.get("sessions?limit=2&offset=2"))[1]["sessions"] == ids[1:3]
-    for wrong in ("limit=0", "limit=1001", "offset=-1", "limit=x"):
-        for path in ("sessions", "training_runs", "checkpoints"):
-            assert (await user.get(f"{path}?{wrong}"))[0] == 422
-    assert (await user.get(f"sessions/{session}"))[1]["training_run_ids"] == sorted(models)
-
-
-async def test_a_search_reads_a_bounded_number_of_sessions(
-    user: Client, workers: FakeWorkers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sessions_api, "SEARCHED", 4)
-    monkeypatch.setattr(sessions_api, "SEARCHED_AT_ONCE", 2)
-    ids, found, cursor, calls = await sessions_of(workers, 7), [], None, 0
-    while True:
-        answer = await user.ok("sessions/search", display_name="name1", limit=3, cursor=cursor)
-        found += [one["session_id"] for one in answer["sessions"]]
-        calls += 1
-        if (cursor := answer["next_cursor"]) is None:
-            break
-    assert found == [ids[5]] and calls == 2
-    pages, cursor = [], None
-    while True:
-        answer = await user.ok("sessions/search", limit=3, cursor=cursor)
-        pages.append([one["session_id"] for one in answer["sessions"]])
-        if (cursor := answer["next_cursor"]) is None:
-            break
-    assert pages == [ids[:3], ids[3:6], ids[6:]]
-    assert (await user.ok("sessions/search", session_id=ids[6]))["sessions"][0]["session_id"] == ids[6]

@@ -35,6 +35,7 @@ from opentinker.shared.types.tinker import (
     LoraShape,
     OptimStep,
     TinkerModel,
+    TinkerSession,
     tinker_place,
 )
 from tests.conftest import WAIT_S, until
@@ -146,6 +147,9 @@ class Client:
     async def create(self, lora: LoraShape = LORA, **options: Any) -> Any:
         record = TinkerModel(
             id=self.model, tenant=self.tenant, job=JOB, base=self.server.base.name, lora=lora, created=1.0
+        )
+        await self.server.records.open_session(
+            TinkerSession(id=self.model.partition(":")[0], tenant=self.tenant, created=1.0)
         )
         await self.server.records.add_model(record)
         return await self.call(Create(lora=lora, **options))

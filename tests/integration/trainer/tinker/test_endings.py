@@ -24,6 +24,7 @@ from opentinker.shared.types.tinker import (
     Save,
     Saved,
     Stepped,
+    TinkerSession,
     Unload,
     tinker_place,
 )
@@ -230,6 +231,7 @@ async def test_the_newest_sampler_is_that_of_the_latest_command(server: Server) 
         id="s:sampler:1", tenant="t", session="s", job=JOB, base="b", model=MODEL, version=f"{MODEL}@10", follows=True
     )
     older = msgspec.structs.replace(made, id="s:sampler:0", version=f"{MODEL}@9")
+    await server.records.open_session(TinkerSession(id="s", tenant="t", created=1.0))
     for sampler in (made, older):
         await server.records.add_sampler(sampler)
     assert await server.records.newest_of(older) == made

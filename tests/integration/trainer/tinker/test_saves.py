@@ -115,6 +115,8 @@ async def test_replaced_files_of_samplers_stay_while_their_clients_live_and_an_h
     for number in range(4):
         await client.call(Save(kind="sampler_weights", sampler=f"s:sampler:{number}", follows=number == 2))
     other = await server.records.sampler("acme", "s:sampler:1")
+    await server.records.open_session(TinkerSession(id="dead", tenant="acme", created=1.0))
+    await server.records.finish("dead", "{}")
     await server.records.add_sampler(msgspec.structs.replace(other, session="dead"))
 
     async def left(past_s: float = sampler_files.KEPT_S + 60) -> list[str]:
@@ -171,5 +173,5 @@ async def test_the_most_recently_used_samplers_of_a_model_keep_their_files(
     for number in range(3):
         await client.call(Save(kind="sampler_weights", sampler=f"s:sampler:{number}"))
     first, _, third = [await server.records.sampler("acme", f"s:sampler:{number}") for number in range(3)]
-    await server.records.used_sampler(first)
+    await server.records.used_sampler(first, first)
     assert await sampler_files.kept_for_clients(server.records, client.model) == {first.directory, third.directory}
