@@ -28,7 +28,6 @@ from opentinker.cli.common import (
 from opentinker.cli.shell import complete
 from opentinker.cli.views.refresh import refresh
 from opentinker.sdk.job_text import on_one_line
-from opentinker.sdk.sweeps import best_job
 from opentinker.shared.types.errors import plural
 
 if TYPE_CHECKING:
@@ -162,6 +161,8 @@ def _show(found: Sweep, limit: int, url: str | None) -> None:
     if found["state"] == "running":
         say(f"\n  {as_typed('sweep', found['id'], '--watch', *same_server(url))}")
     elif found["best"] is not None:
+        from opentinker.sdk.sweeps import best_job
+
         say(f"\n  {as_typed('job', best_job(found), *same_server(url))}")
 
 
