@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import re
 import uuid
 from datetime import UTC, datetime
 from typing import Any, Generic, TypeVar
@@ -86,12 +87,13 @@ class StoredMessages:
             await patiently(lambda: self.js.delete_consumer(stream, durable))
 
     async def delete_consumers(self, subject: Subject[Any], **keys: str) -> None:
-        """Delete every durable consumer of exactly this subject."""
-        stream, wanted = required_stream(subject), subject.at(**keys)
+        """Delete every durable consumer of exactly this subject, or of one that it stands for with its wildcards."""
+        stream = required_stream(subject)
+        wanted = re.compile(re.escape(subject.at(**keys)).replace(r"\*", "[^.]+"))
         names: list[str] = []
         offset = 0
         while page := await patiently(functools.partial(self.js.consumers_info, stream, offset)):
-            names += [info.name for info in page if info.config.filter_subject == wanted]
+            names += [info.name for info in page if wanted.fullmatch(info.config.filter_subject or "")]
             offset += len(page)
         for name in names:
             await self.delete_consumer(stream, name)

@@ -163,8 +163,9 @@ WANTED = Call("generate.wanted.{asker}", InFlight, InFlight, by=(ROLLOUT,), to=(
 """Rollout worker -> the scheduler that has asked it: schedulers die, and messages get lost."""
 COMMAND = Subject("command.{job}", Command, by=(SCHEDULER,), to=(TRAINER,))
 """Scheduler (Tinker API) -> the trainer of the job. Kept until the stored states of its models cover it."""
-SAMPLE = Subject("sample.{job}", SampleRequest, by=(SCHEDULER,), to=(ROLLOUT,))
-"""Scheduler (Tinker API) -> one rollout worker of the job. Acknowledged when its answer is stored."""
+SAMPLE = Subject("sample.{job}.{tenant}", SampleRequest, by=(SCHEDULER,), to=(ROLLOUT,))
+"""Scheduler (Tinker API) -> one rollout worker of the job, in an order for each tenant. Acknowledged when its answer is
+stored."""
 ANSWERED = Subject("answered.{job}", Answered, by=(TRAINER, ROLLOUT), to=(SCHEDULER,))
 """Trainer or rollout worker -> the schedulers, of which one may wait for it: the answer can be read now."""
 
@@ -229,7 +230,7 @@ COMMANDS = StreamConfig(
     duplicate_window=DEDUP_S,
 )
 """Like GROUPS: acks remove nothing. The trainer deletes what the stored states of a job's models cover."""
-SAMPLES = _work("SAMPLES", "sample.*")
+SAMPLES = _work("SAMPLES", "sample.*.*")
 METRICS = _history("METRICS", "metric.*.*", max_msgs_per_subject=100_000, max_bytes=352 * MIB, duplicate_window=DEDUP_S)
 """May forget: the oldest points of all jobs go when it is full, so that history never takes the
 room of work. One worker's point a second is about 50 MB a day. The server sets `max_bytes` aside when it makes the

@@ -4,11 +4,13 @@ Redis keys:
     tinker:asked:{model}           hash: number of a command -> digest of its body
     tinker:open:{model}            sorted set of the numbers of commands without an answer, by themselves
     tinker:answer:{request}        the Answer as JSON; expires
-    tinker:draw:{request}          hash of a request for samples: digest of its body, tenant, job, and, where tokens are
-                                   counted, minute, prompt and reserved tokens; expires with its answer
-    tinker:waiting:{job}:{tenant}  sorted set of the tenant's requests for samples without an answer, by their time
-    tinker:drawing:{job}           sorted set of the tenants that have such requests, by their number
-    tinker:tokens:{job}:{tenant}:{minute}  tokens that the tenant's requests had in this minute; expires
+    tinker:draw:{request}          hash of a request for samples: digest of its body, tenant, job, number of times that
+                                   it was lost, and, where tokens are counted, minute, prompt and reserved tokens;
+                                   expires with its answer
+    tinker:waiting:{job}:{tenant}  sorted set of the tenant's requests for samples without an answer, by their time; one
+                                   that is not in the stream yet leaves it after UNSENT_S
+    tinker:tokens:{job}:{tenant}:{minute}    tokens that the tenant's requests had in this minute; expires
+    tinker:reserved:{job}:{tenant}:{minute}  those of them that requests without an answer may need; expires
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -33,10 +35,13 @@ MAX_WAITING = 256
 """Commands of a model without an answer."""
 MAX_WAITING_SAMPLES = 1024
 """Requests for samples of a tenant on one server without an answer."""
+UNSENT_S = 60.0
+"""A request for samples that could not be sent counts as one that waits for this time."""
 
 
-# KEYS asked, model, open, tokens. ARGV: number, digest, MAX_WAITING, tokens, limit (empty: they are not counted). The
-# number that all waiting commands wait for is always admitted, as far as the tokens allow.
+# KEYS asked, model, open, tokens, reserved. ARGV: number, digest, MAX_WAITING, tokens, limit (empty: they are not
+# counted). The number that all waiting commands wait for is always admitted, as far as the tokens allow. Tokens that
+# samples may need do not delay commands.
 _ASK = """
 local known = redis.call('HGET', KEYS[1], ARGV[1])
 if known == ARGV[2] then return 1 end
@@ -48,7 +53,8 @@ if waiting >= tonumber(ARGV[3]) then
   if number ~= missing or lowest < missing then return -1 end
 end
 if ARGV[5] ~= '' then
-  if tonumber(redis.call('GET', KEYS[4]) or 0) >= tonumber(ARGV[5]) then return -2 end
+  local used = tonumber(redis.call('GET', KEYS[4]) or 0) - tonumber(redis.call('GET', KEYS[5]) or 0)
+  if used >= tonumber(ARGV[5]) then return -2 end
   redis.call('INCRBY', KEYS[4], ARGV[4])
   redis.call('EXPIRE', KEYS[4], 120)
 end
@@ -68,41 +74,50 @@ redis.call('ZREM', KEYS[2], ARGV[3])
 return kept and 1 or 0
 """
 
-# KEYS draw, answer, waiting, drawing, tokens. ARGV: request, digest, now, seconds, MAX_WAITING_SAMPLES, tenant, job,
-# minute, tokens of the prompt, tokens in all, limit (empty: they are not counted), 1 for one whose answer is forgotten
+# KEYS draw, answer, waiting, tokens, reserved. ARGV: request, digest, now, seconds, MAX_WAITING_SAMPLES, tenant, job,
+# minute, tokens of the prompt, tokens in all, limit (empty: they are not counted), 1 for one whose answer is forgotten,
+# UNSENT_S. Returns a code, and how often the request was lost.
 _ASK_SAMPLE = """
 local known, again = redis.call('HGET', KEYS[1], 'digest'), ARGV[12] == '1'
-if known and known ~= ARGV[2] then return 0 end
-if known and not again then return 1 end
+local lost = tonumber(redis.call('HGET', KEYS[1], 'lost') or 0)
+if known and known ~= ARGV[2] then return {0, lost} end
 redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', tonumber(ARGV[3]) - tonumber(ARGV[4]))
-if redis.call('ZCARD', KEYS[3]) >= tonumber(ARGV[5]) then return -1 end
-if ARGV[11] ~= '' and tonumber(redis.call('GET', KEYS[5]) or 0) >= tonumber(ARGV[11]) then return -2 end
-if again and redis.call('DEL', KEYS[2]) == 0 then return 1 end
+if known and not again then
+  if redis.call('EXISTS', KEYS[2]) == 1 or redis.call('ZSCORE', KEYS[3], ARGV[1]) then return {1, lost} end
+end
+if redis.call('ZCARD', KEYS[3]) >= tonumber(ARGV[5]) then return {-1, lost} end
+if ARGV[11] ~= '' and tonumber(redis.call('GET', KEYS[4]) or 0) >= tonumber(ARGV[11]) then return {-2, lost} end
+if again then
+  if redis.call('DEL', KEYS[2]) == 0 then return {1, lost} end
+  lost = redis.call('HINCRBY', KEYS[1], 'lost', 1)
+end
 redis.call('HSET', KEYS[1], 'digest', ARGV[2], 'tenant', ARGV[6], 'job', ARGV[7])
-redis.call('ZADD', KEYS[3], ARGV[3], ARGV[1])
-redis.call('ZADD', KEYS[4], redis.call('ZCARD', KEYS[3]), ARGV[6])
-for key = 1, 4 do if key ~= 2 then redis.call('EXPIRE', KEYS[key], ARGV[4]) end end
+redis.call('ZADD', KEYS[3], tonumber(ARGV[3]) - tonumber(ARGV[4]) + tonumber(ARGV[13]), ARGV[1])
+redis.call('EXPIRE', KEYS[1], ARGV[4])
+redis.call('EXPIRE', KEYS[3], ARGV[4])
 if ARGV[11] ~= '' then
   redis.call('HSET', KEYS[1], 'minute', ARGV[8], 'prompt', ARGV[9], 'reserved', ARGV[10])
-  redis.call('INCRBY', KEYS[5], ARGV[10])
-  redis.call('EXPIRE', KEYS[5], 120)
+  for key = 4, 5 do
+    redis.call('INCRBY', KEYS[key], ARGV[10])
+    redis.call('EXPIRE', KEYS[key], 120)
+  end
 end
-return 2
+return {2, lost}
 """
 
-# KEYS answer, waiting, drawing, tokens of the minute of the request, tokens of this minute. ARGV: answer, seconds,
-# request, tenant, tokens more than were counted (empty: they stay)
+# KEYS answer, waiting, tokens and reserved of the minute of the request, tokens of this minute. ARGV: answer, seconds,
+# request, tokens reserved, tokens more than those (both empty: they stay), 1 if it waits no longer
 _ANSWER_SAMPLE = """
 local kept = redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[2], 'NX')
-redis.call('ZREM', KEYS[2], ARGV[3])
-local waiting = redis.call('ZCARD', KEYS[2])
-if waiting > 0 then redis.call('ZADD', KEYS[3], waiting, ARGV[4]) else redis.call('ZREM', KEYS[3], ARGV[4]) end
+if ARGV[6] == '1' then redis.call('ZREM', KEYS[2], ARGV[3]) end
 if not kept then return 0 end
-local more = tonumber(ARGV[5] ~= '' and ARGV[5] or '0')
+if ARGV[4] == '' then return 1 end
+if redis.call('EXISTS', KEYS[4]) == 1 then redis.call('INCRBY', KEYS[4], -tonumber(ARGV[4])) end
+local more = tonumber(ARGV[5])
 if more > 0 then
   redis.call('INCRBY', KEYS[5], ARGV[5])
   redis.call('EXPIRE', KEYS[5], 120)
-elseif more < 0 and redis.call('EXISTS', KEYS[4]) == 1 then redis.call('INCRBY', KEYS[4], ARGV[5]) end
+elseif more < 0 and redis.call('EXISTS', KEYS[3]) == 1 then redis.call('INCRBY', KEYS[3], ARGV[5]) end
 return 1
 """
 
@@ -128,6 +143,17 @@ class Quota(msgspec.Struct, frozen=True, kw_only=True):
     def key(self) -> str:
         return f"tinker:tokens:{self.job}:{self.tenant}:{self.minute}"
 
+    @property
+    def reserved(self) -> str:
+        return f"tinker:reserved:{self.job}:{self.tenant}:{self.minute}"
+
+
+class AskedSample(NamedTuple):
+    state: Literal["new", "known", "again"]
+    """`again`: it is known, and its answer, which is forgotten, said that it was lost."""
+    lost: int
+    """How often it was."""
+
 
 class TinkerRequests:
     def __init__(self, redis: Any) -> None:
@@ -148,7 +174,7 @@ class TinkerRequests:
         counted = quota is not None and quota.limit is not None and tokens > 0
         known = await self._ask(
             keys=[f"tinker:asked:{model}", f"tinker:model:{model}", f"tinker:open:{model}",
-                  quota.key if quota else f"tinker:tokens:{model}"],
+                  *([quota.key, quota.reserved] if quota else [f"tinker:tokens:{model}", f"tinker:reserved:{model}"])],
             args=[str(seq), digest, str(MAX_WAITING if bounded else 1 << 53), str(tokens),
                   str(quota.limit) if quota and counted else ""],
         )  # fmt: skip
@@ -184,29 +210,30 @@ class TinkerRequests:
 
     async def ask_sample(
         self, request: str, digest: str, quota: Quota, *, prompt: int = 0, drawn: int = 0
-    ) -> Literal["new", "known", "again"]:
+    ) -> AskedSample:
         """Note the body of a request for samples, and count its tokens: those of the prompt, and `drawn`, which the
-        samples may have; its answer corrects them. `again`: it is known, and its answer, which is forgotten, says that
-        it was lost.
+        samples may have; its answer corrects them. `sent` must follow within UNSENT_S.
 
         Raises Conflict if its number was used with another body, TooManyWaiting if MAX_WAITING_SAMPLES requests of the
         tenant have no answer on this server, TokensSpent if the limit is reached."""
-        state = await self._note_sample(request, digest, quota, prompt, drawn, again=False)
-        if state == "new":
-            return "new"
+        asked = await self._note_sample(request, digest, quota, prompt, drawn, again=False)
+        if asked.state == "new":
+            return asked
         answer = await self.answered(request)
         if answer is None or not isinstance(answer.result, Failed) or not answer.result.lost:
-            return "known"
-        state = await self._note_sample(request, digest, quota, prompt, drawn, again=True)
-        return "again" if state == "new" else "known"
+            return asked
+        asked = await self._note_sample(request, digest, quota, prompt, drawn, again=True)
+        return asked._replace(state="again") if asked.state == "new" else asked
 
     async def _note_sample(
         self, request: str, digest: str, quota: Quota, prompt: int, drawn: int, *, again: bool
-    ) -> Literal["new", "known"]:
-        known = await self._ask_sample(
-            keys=[f"tinker:draw:{request}", f"tinker:answer:{request}", *_waiting(quota.job, quota.tenant), quota.key],
+    ) -> AskedSample:
+        known, lost = await self._ask_sample(
+            keys=[f"tinker:draw:{request}", f"tinker:answer:{request}", _waiting(quota.job, quota.tenant), quota.key,
+                  quota.reserved],
             args=[request, digest, time.time(), ANSWER_KEPT_S, MAX_WAITING_SAMPLES, quota.tenant, quota.job,
-                  quota.minute, prompt, prompt + drawn, "" if quota.limit is None else quota.limit, int(again)],
+                  quota.minute, prompt, prompt + drawn, "" if quota.limit is None else quota.limit, int(again),
+                  UNSENT_S],
         )  # fmt: skip
         if not known:
             raise Conflict(f"the number of {request} was used for another request")
@@ -217,17 +244,25 @@ class TinkerRequests:
             )
         if known == -2:
             raise TokensSpent(_spent(quota))
-        return "new" if known == 2 else "known"
+        return AskedSample("new" if known == 2 else "known", int(lost))
 
-    async def drawing(self, job: str) -> set[str]:
-        """Return the tenants that have requests for samples without an answer on this server."""
-        return set(await self._redis.zrange(f"tinker:drawing:{job}", 0, -1))
+    async def sent(self, request: str, job: str, tenant: str) -> None:
+        """Note that a request for samples is in the stream: it waits until it has an answer, and one that is given up
+        until a worker has taken it."""
+        await self._redis.zadd(_waiting(job, tenant), {request: time.time()}, xx=True)
+
+    async def drop_sample(self, request: str) -> None:
+        """Note that a worker has taken a request for samples that had its answer: it waits no longer."""
+        tenant, job = await self._redis.hmget(f"tinker:draw:{request}", "tenant", "job")
+        if tenant is not None:
+            await self._redis.zrem(_waiting(job, tenant), request)
 
     # --- answers ------------------------------------------------------------------------------------------------
 
-    async def answer(self, answer: Answer, *, refund: bool = True) -> bool:
+    async def answer(self, answer: Answer, *, cancelled: bool = False) -> bool:
         """Keep an answer. Return False, and change nothing, if the request has one. The tokens of samples that were not
-        drawn are given back; without `refund` they stay counted."""
+        drawn are given back; of those that the client has `cancelled` they stay counted, and the request waits until
+        a worker has taken it."""
         key, (owner, _, number) = f"tinker:answer:{answer.request}", answer.request.partition("#")
         is_small = bytes_in(answer.result) <= SMALL_RESULT
         text = codec.to_json(answer) if is_small else await asyncio.to_thread(codec.to_json, answer)
@@ -239,15 +274,13 @@ class TinkerRequests:
         )
         if tenant is None:  # nothing is noted of it
             return bool(await self._redis.set(key, text, ex=ANSWER_KEPT_S, nx=True))
-        change = ""
-        if minute and (refund or isinstance(answer.result, Sampled)):
-            change = str(_tokens_of(answer, int(prompt)) - int(reserved))
-        of_minute = [
-            Quota(job=job, tenant=tenant, minute=one).key for one in (int(minute or 0), int(time.time() // 60))
-        ]
+        reserves, change = "", ""
+        if minute and not cancelled:
+            reserves, change = reserved, str(_tokens_of(answer, int(prompt)) - int(reserved))
+        then, now = [Quota(job=job, tenant=tenant, minute=one) for one in (int(minute or 0), int(time.time() // 60))]
         return bool(await self._answer_sample(
-            keys=[key, *_waiting(job, tenant), *of_minute],
-            args=[text, ANSWER_KEPT_S, answer.request, tenant, change],
+            keys=[key, _waiting(job, tenant), then.key, then.reserved, now.key],
+            args=[text, ANSWER_KEPT_S, answer.request, reserves, change, int(not cancelled)],
         ))  # fmt: skip
 
     async def answered(self, request: str) -> Answer | None:
@@ -273,8 +306,8 @@ class TinkerRequests:
         return codec.from_json(kind, text) if is_small else await asyncio.to_thread(codec.from_json, kind, text)
 
 
-def _waiting(job: str, tenant: str) -> list[str]:
-    return [f"tinker:waiting:{job}:{tenant}", f"tinker:drawing:{job}"]
+def _waiting(job: str, tenant: str) -> str:
+    return f"tinker:waiting:{job}:{tenant}"
 
 
 def _spent(quota: Quota | None) -> str:

@@ -29,7 +29,7 @@ from redis.exceptions import RedisError
 from opentinker.services.scheduler.artifacts.store import StoreUnavailable
 from opentinker.services.scheduler.jobs.disk_threads import ReferencesAway
 from opentinker.shared.anthropic.answers import messages_error
-from opentinker.shared.messaging.bus import NoReply
+from opentinker.shared.messaging.bus import NoReply, StreamFull
 from opentinker.shared.openai.fields import InvalidField
 from opentinker.shared.runtime.telemetry import REGISTRY
 from opentinker.shared.security.redact import without_keys
@@ -184,7 +184,15 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         return problem(error.status, error.message, title="Refused", openai=error.body)
     except tuple(PLAIN) as error:
         return _plain_problem(error)
-    except (RedisError, NoReply, TimeoutError, nats.errors.Error, StoreUnavailable, ReferencesAway) as error:
+    except (
+        RedisError,
+        NoReply,
+        StreamFull,
+        TimeoutError,
+        nats.errors.Error,
+        StoreUnavailable,
+        ReferencesAway,
+    ) as error:
         log.warning("request_unavailable", path=request.path, error=str(error) or type(error).__name__)
         return problem(503, _silent(error), title="Unavailable")
     except web.HTTPException as error:
@@ -196,6 +204,8 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
 def _silent(error: Exception) -> str:
     if isinstance(error, ReferencesAway):
         return str(error)
+    if isinstance(error, StreamFull):
+        return "the message server has no room; send the request again when its disk has some (docs/operating.md)"
     silent = "artifact store" if isinstance(error, StoreUnavailable) else "state store or the message server"
     return f"the {silent} does not answer"
 

@@ -18,7 +18,7 @@ from opentinker.services.scheduler.artifacts.catalog import drop_fetched
 from opentinker.services.scheduler.jobs import kept_checkpoints
 from opentinker.shared.asyncio_tools import sleep
 from opentinker.shared.messaging.stored_messages import required_stream
-from opentinker.shared.messaging.subjects import COMMAND, EXAM, GROUP, SAMPLE, SCORE, TICKET
+from opentinker.shared.messaging.subjects import COMMAND, EXAM, GROUP, SAMPLE, SCORE, TICKET, token
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.admission import admission_of
 from opentinker.shared.state.artifacts import ArtifactIndex
@@ -68,8 +68,8 @@ class JobCleaner:
     async def _clear(self, job: JobRecord) -> None:
         for subject in QUEUES:
             for part in job.artifact_ids if subject is EXAM else [job.id]:
-                await self.bus.delete_consumers(subject, job=part)
-                await self.bus.purge(required_stream(subject), subject.at(job=part))
+                await self.bus.delete_consumers(subject, job=part, tenant="*")
+                await self.bus.purge(required_stream(subject), subject.at(job=part, tenant="*"))
         await admission_of(self.store.redis, job).clear()
         await asyncio.to_thread(kept_checkpoints.drop, self.ctx.settings.data_dir, job.id)
         await asyncio.to_thread(_drop_members, self.ctx.settings.data_dir, job)
@@ -84,13 +84,15 @@ class JobCleaner:
         """
         old = await asyncio.to_thread(kept_checkpoints.kept_long, self.ctx.settings.data_dir)
         streams = {subject: required_stream(subject) for subject in QUEUES}
-        stored = [(subject, await self.bus.counts(streams[subject], subject.at(job="*"))) for subject in QUEUES]
-        active = [part for job in await self.store.active_jobs() for part in job.artifact_ids]
+        every = {subject: subject.at(job="*", tenant="*") for subject in QUEUES}
+        stored = [(subject, await self.bus.counts(streams[subject], every[subject])) for subject in QUEUES]
+        active = {part for job in await self.store.active_jobs() for part in job.artifact_ids}
+        tokens = {token(part) for part in active}
         for subject, found in stored:
-            for late in found.keys() - {subject.at(job=job) for job in active}:
+            for late in [one for one in found if one.split(".")[1] not in tokens]:
                 await self.bus.purge(streams[subject], late)
                 log.info("messages_swept", subject=late)
-        for job in old - set(active):
+        for job in old - active:
             await asyncio.to_thread(kept_checkpoints.drop, self.ctx.settings.data_dir, job)
             log.info("start_checkpoint_removed", job=job)
         await asyncio.to_thread(drop_fetched, self.ctx.settings.data_dir)

@@ -52,8 +52,9 @@ class Commands:
     def __init__(self, access: Access) -> None:
         self._access, self._bus = access, access.ctx.bus
 
-    async def send(self, model: TinkerModel, seq: int, body: Body) -> dict[str, Any]:
-        """Send a command, if it is not sent yet, and return the promise of its answer.
+    async def send(self, model: TinkerModel, seq: int, body: Body, refused: Skip | None = None) -> dict[str, Any]:
+        """Send a command, if it is not sent yet, and return the promise of its answer. `refused` goes in its place
+        where it cannot be carried out now; sent again, it is the same request, carried out or refused.
 
         Raises Conflict for another body under a used number, TooMany, HTTPGone once the server has ended or the model
         was unloaded."""
@@ -61,12 +62,13 @@ class Commands:
             said = f"model {model.id} was unloaded; create a model, from one of its checkpoints if it has any"
             raise web.HTTPGone(text=said)
         job = await self._access.server(model.job)
-        command = Command(request=f"{model.id}#{seq}", model=model.id, tenant=model.tenant, seq=seq, body=body)
+        request, given = f"{model.id}#{seq}", refused or body
+        command = Command(request=request, model=model.id, tenant=model.tenant, seq=seq, body=given)
         size, limit = len(COMMAND.encode(command)), self._bus.nc.max_payload - OVERHEAD
         if size > limit:
             error = f"the request has {size} bytes, and may have {limit}; send fewer or shorter data in one request"
             command = msgspec.structs.replace(command, body=Skip(error=error))
-        await self._publish(job, command)
+        await self._publish(job, command, _digest(body))
         return {"request_id": command.request, "model_id": model.id}
 
     async def unload(self, model: TinkerModel) -> dict[str, Any]:
@@ -82,22 +84,24 @@ class Commands:
             await self._access.store.end_model(model)
         return promise
 
-    async def _publish(self, job: JobRecord, command: Command) -> None:
+    async def _publish(self, job: JobRecord, command: Command, digest: str) -> None:
         store, body = self._access.store, command.body
         tokens = tokens_in(body) if isinstance(body, ForwardBackward) else 0
         with too_many("commands"):
             quota = self._access.quota(command.tenant, job)
             await store.ask(
-                command.model, command.seq, _digest(body), tokens=tokens, quota=quota,
-                bounded=not isinstance(body, Unload),
-            )  # fmt: skip
+                command.model, command.seq, digest, tokens=tokens, quota=quota, bounded=not isinstance(body, Unload)
+            )
         async with asyncio.timeout(PUBLISH_S):
             await self._bus.publish(COMMAND, command, msg_id=command.request, job=job.id)
         await store.used_model(command.model)
 
 
 def _digest(body: Body) -> str:
-    """A repeated save for a sampler may come with another id for it. The first one stands, and is in the answer."""
+    """A repeated save for a sampler may come with another id for it, and a checkpoint to load may have been saved again
+    meanwhile. The first one stands, and is in the answer."""
     if isinstance(body, Save) and not body.name:
         body = msgspec.structs.replace(body, sampler="")
+    if isinstance(body, Load):
+        body = msgspec.structs.replace(body, directory="")
     return hashlib.sha256(codec.encode(body)).hexdigest()[:24]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import uuid
 
 import msgspec
 import numpy as np
@@ -38,6 +37,8 @@ from opentinker.shared.types.tinker import Answer, Failed, SampleParams, Sampler
 JSON = "application/json"
 MAX_SAMPLES, MAX_LIKELY, MAX_STOPS = 256, 20, 64
 MAX_TOKENS = 1 << 20
+ASSUMED_TOKENS = 4096
+"""Of a sample, where neither `max_tokens` nor the server's job bounds it: so many are counted until it is drawn."""
 
 
 class SamplingApi:
@@ -100,16 +101,18 @@ class SamplingApi:
         asked = sample_of(body, f"{sampler.id}#{seq}", tenant_of(request))
         _refuse_large(asked, context_of(job))
         digest, prompt = hashlib.sha256(codec.encode(asked)).hexdigest()[:24], len(asked.prompt) // 4
-        drawn = asked.count * (_most_tokens(asked, context_of(job)) or 0)
+        drawn = asked.count * (_most_tokens(asked, context_of(job)) or ASSUMED_TOKENS)
         with too_many("samples"):
             quota = self._access.quota(sampler.tenant, job)
-            state = await self._store.ask_sample(asked.request, digest, quota, prompt=prompt, drawn=drawn)
-        if state != "known" or await self._store.answered(asked.request) is None:
-            await self._publish(asked, sampler, again=state == "again")
+            noted = await self._store.ask_sample(asked.request, digest, quota, prompt=prompt, drawn=drawn)
+        if noted.state != "known" or await self._store.answered(asked.request) is None:
+            # one that was lost needs another id: under the first one the stream takes it for a repetition
+            await self._publish(asked, sampler, f"{asked.request}@{noted.lost}" if noted.lost else asked.request)
+            await self._store.sent(asked.request, sampler.job, sampler.tenant)
         ids = [f"{asked.request}:{number}" for number in range(asked.count)]
         return json_response({"request_id": asked.request, "sample_sequence_ids": ids})
 
-    async def _publish(self, asked: SampleRequest, sampler: Sampler, *, again: bool) -> None:
+    async def _publish(self, asked: SampleRequest, sampler: Sampler, msg_id: str) -> None:
         newest = await self._store.newest_of(sampler)
         asked = msgspec.structs.replace(
             asked, model=newest.model, directory=newest.directory, version=newest.version, rank=newest.rank,
@@ -117,8 +120,7 @@ class SamplingApi:
         )  # fmt: skip
         await self._store.used_sampler(sampler, newest)
         async with asyncio.timeout(PUBLISH_S):
-            msg_id = f"{asked.request}@{uuid.uuid4().hex}" if again else asked.request
-            await self._bus.publish(SAMPLE, asked, msg_id=msg_id, job=sampler.job)
+            await self._bus.publish(SAMPLE, asked, msg_id=msg_id, job=sampler.job, tenant=sampler.tenant)
 
     @Route("POST", "/api/v1/cancel_future", Action.INFERENCE_USE, takes=JSON)
     async def cancel(self, request: web.Request) -> web.Response:
@@ -128,7 +130,7 @@ class SamplingApi:
         await self._access.sampler(request, owner)
         if await self._store.was_asked(body.request_id):
             failed = Failed(error="the client has cancelled the request")
-            await self._store.answer(Answer(request=body.request_id, result=failed), refund=False)
+            await self._store.answer(Answer(request=body.request_id, result=failed), cancelled=True)
         return json_response({})
 
 

@@ -48,6 +48,7 @@ from opentinker.services.scheduler.tinker.commands import Body, Commands, or_ski
 from opentinker.services.scheduler.tinker.endings import Endings
 from opentinker.shared.security.authorization import Action
 from opentinker.shared.state.tinker import MAX_CHECKPOINT_BYTES
+from opentinker.shared.state.tinker_sessions import TooManyRecords
 from opentinker.shared.types.core import JobRecord
 from opentinker.shared.types.errors import NotFound, SpecError
 from opentinker.shared.types.tinker import (
@@ -254,21 +255,23 @@ class TrainingApi:
 
     async def _save(self, request: web.Request, kind: CheckpointKind) -> web.Response:
         async def save(body: SaveBody, model: TinkerModel, seq: int) -> Body:
-            made = save_of(body, model, kind, seq)
-            await self._refuse_without_room(model.tenant, made)
-            return made
+            return save_of(body, model, kind, seq)
 
         return await self._send(request, await read_command(request, SaveBody), save)
 
-    async def _refuse_without_room(self, tenant: str, save: Save) -> None:
-        """Raises SpecError, TooManyRecords."""
+    async def _refusal(self, tenant: str, save: Save) -> Skip | None:
+        """Return what is answered to a save for which there is no room."""
         store = self._access.store
-        if not save.name:
-            await store.make_room_for_sampler(tenant)
-        elif (stored := await store.stored_bytes(tenant)) >= MAX_CHECKPOINT_BYTES:
-            problem = f"tenant {tenant} has checkpoints of {stored} bytes, and may have {MAX_CHECKPOINT_BYTES}"
-            advice = "delete some (`tinker checkpoint delete`), or save with ttl_seconds"
-            raise SpecError.of("path", save.name, f"cannot be saved: {problem}; {advice}")
+        try:
+            if not save.name:
+                await store.make_room_for_sampler(tenant)
+            elif (stored := await store.stored_bytes(tenant)) >= MAX_CHECKPOINT_BYTES:
+                problem = f"tenant {tenant} has checkpoints of {stored} bytes, and may have {MAX_CHECKPOINT_BYTES}"
+                advice = "delete some (`tinker checkpoint delete`), or save with ttl_seconds"
+                raise SpecError.of("path", save.name, f"cannot be saved: {problem}; {advice}")
+        except (SpecError, TooManyRecords) as error:
+            return Skip(error=str(error))
+        return None
 
     # --- all of them --------------------------------------------------------------------------------------------------
 
@@ -281,7 +284,8 @@ class TrainingApi:
             body: Body = Skip(error=given.error)
         else:
             body = await or_skip(partial(make, given, model, seq))
-        return json_response(await self._commands.send(model, seq, body))
+        refused = await self._refusal(model.tenant, body) if isinstance(body, Save) else None
+        return json_response(await self._commands.send(model, seq, body, refused))
 
 
 def step_of(adam: AdamBody) -> OptimStep:

@@ -264,12 +264,13 @@ async def test_each_service_of_the_tinker_api_may_do_its_work_in_redis(
         await trainer.set_progress(model.id, ModelProgress(steps=1))
         for number in range(2):
             request = f"{sampler.id}#{number}"
-            assert await gateway.ask_sample(request, "digest", quota, prompt=3, drawn=7) == "new"
-            assert await worker.drawing("j") == {"t"} and await worker.answered(request) is None
+            assert await gateway.ask_sample(request, "digest", quota, prompt=3, drawn=7) == ("new", 0)
+            await gateway.sent(request, "j", "t")
+            assert await worker.answered(request) is None
             tokens = bytes(4 * 20 * number)
             drawn = Sampled(sequences=[SampleSequence(stop="stop", tokens=tokens, logprobs=tokens)])
             assert await worker.answer(Answer(request=request, result=drawn))
-        assert await worker.drawing("j") == set()
+            await worker.drop_sample(request)
         assert await gateway.remove_checkpoint(made)
 
 

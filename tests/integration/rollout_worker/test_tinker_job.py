@@ -82,7 +82,7 @@ class Bench:
         ids, tenant = np.asarray(prompt, "<i4").tobytes(), fields.pop("tenant", "t")
         request = SampleRequest(request=f"{self.job}#{id}", tenant=tenant, prompt=ids, params=params, **fields)
         await self.answers.ask_sample(request.request, "digest", Quota(job=self.job, tenant=tenant, minute=0))
-        await self.bus.publish(SAMPLE, request, request.request, job=self.job)
+        await self.bus.publish(SAMPLE, request, request.request, job=self.job, tenant=tenant)
         return request.request
 
     async def answer(self, request: str) -> Sampled | Failed:
@@ -101,7 +101,7 @@ class Bench:
         return result
 
     async def waiting(self) -> int:
-        return await self.bus.count("SAMPLES", SAMPLE.at(job=self.job))
+        return await self.bus.count("SAMPLES", SAMPLE.at(job=self.job, tenant="*"))
 
     def work(self, engine: Gated, name: str = "rollout-0") -> TinkerJob:
         spec = parse_spec(
@@ -190,7 +190,7 @@ async def test_failures_name_their_cause_and_leave_the_job_serving(bench: Bench,
         foreign = await bench.failed(await bench.ask("4", [5, 128]))
         assert foreign.category == "user" and "not 128" in foreign.error
         unread = f"{bench.job}#unread"
-        await bench.bus.publish(Subject(SAMPLE.pattern, dict), {"prompt": 3}, unread, job=bench.job)
+        await bench.bus.publish(Subject(SAMPLE.pattern, dict), {"prompt": 3}, unread, job=bench.job, tenant="t")
         assert (await bench.failed(unread)).category == "server"
         assert (await bench.sampled(await bench.ask("5"))).sequences
         await until(bench.waiting, lambda found: found == 0)
@@ -221,7 +221,7 @@ async def test_no_more_samples_than_allowed_are_in_the_engine(bench: Bench) -> N
         requests = [await bench.ask(str(number), count=2) for number in range(5)]
         await until(lambda: engine.inside == 3)
         assert job.turns.open == 4
-        taken = await bench.bus.js.consumer_info("SAMPLES", f"sample-{bench.job}")
+        taken = await bench.bus.js.consumer_info("SAMPLES", f"sample-{bench.job}-t")
         assert taken.num_ack_pending == 2, "the others are left to other workers"
         engine.gate.set()
         for request in requests:
@@ -305,7 +305,6 @@ async def test_the_flood_of_one_tenant_does_not_delay_others(bench: Bench, count
         await bench.ask(f"flood{number}", [9], tenant="loud", count=count, directory=loud, version="1", rank=4)
     async with bench.serving(engine) as job:
         await until(lambda: engine.inside == 4)
-        assert not job.waiting, "what one tenant alone asks for is left to other workers"
         for number in range(3):
             request = await bench.ask(str(number), [8], directory=quiet, version="1", rank=4)
             await bench.sampled(request)
@@ -318,29 +317,54 @@ async def test_the_flood_of_one_tenant_does_not_delay_others(bench: Bench, count
         for number in range(flood):
             await bench.sampled(f"{bench.job}#flood{number}")
         await until(bench.waiting, lambda found: found == 0)
-        await until(lambda: (job.turns.open, job.turns.tenants, job.held_bytes) == (0, set(), 0))
+        await until(lambda: not (job.turns.begun or job.turns.drawn or job.turns._waiting))
     assert engine.asked == 3 + 3 + flood * count
-    assert await bench.answers.drawing(bench.job) == set()
 
 
-async def test_a_worker_that_is_taken_back_hands_requests_that_wait_to_others_at_once(bench: Bench) -> None:
+async def test_a_full_worker_leaves_requests_to_another_that_has_places(bench: Bench) -> None:
+    bench.settings["max_concurrent"] = 2
+    full, free = Gated(is_open=False), OneByOne()
+    await bench.ask("0", [9], tenant="quiet")
+    async with bench.serving(free) as second:
+        await until(lambda: free.inside == 1)
+        requests = [await bench.ask(f"flood{number}", tenant="loud") for number in range(40)]
+        for request in requests[:20]:  # all of them are drawn here: one place is free
+            await bench.sampled(request)
+        async with bench.serving(full) as first:
+            await until(lambda: full.inside == 2)
+            more = [await bench.ask(f"more{number}", tenant="loud") for number in range(40)]
+            answered: set[str] = set()
+            held = await until(lambda: _left(bench, [*requests, *more], answered), lambda found: len(found) <= 3)
+            assert len(first.tasks) == len(held) >= 2, "its places, and one request of a tenant at most"
+            assert second.turns.begun == {"quiet": 1}
+            full.gate.set()
+            for request in held:
+                await bench.sampled(request)
+        free.permits.release()
+        await until(bench.waiting, lambda found: found == 0)
+
+
+async def _left(bench: Bench, requests: list[str], answered: set[str]) -> list[str]:
+    answered |= await bench.answers.which_answered([one for one in requests if one not in answered])
+    return [one for one in requests if one not in answered]
+
+
+async def test_a_worker_holds_one_request_of_each_tenant_beyond_its_places(bench: Bench) -> None:
     bench.settings["max_concurrent"] = 2
     engine = Gated(is_open=False)
-    job = bench.work(engine)
-    life = asyncio.create_task(job.run())
-    requests = [await bench.ask(f"flood{number}", tenant="loud") for number in range(12)]
-    await until(lambda: engine.inside == 2)
-    requests.append(await bench.ask("1"))
-    await until(lambda: len(job.tasks) == 13 and len(job.waiting) == 10)
-    job.worker._leaving.set()
-    await until(lambda: not job.waiting)
-    async with bench.serving(Gated()):
-        for request in requests[2:-1]:
-            assert (await bench.sampled(request)).sequences
+    for number in range(12):
+        for tenant in ("a", "b", "c"):
+            await bench.ask(f"{tenant}{number}", tenant=tenant)
+    async with bench.serving(engine) as job:
+        await until(lambda: set(job.turns.begun) == {"a", "b", "c"})
+        for number in range(3):
+            await bench.ask(f"d{number}", tenant="d")
+        await until(lambda: "d" in job.turns.begun)
+        assert job.turns.open <= 2 - 1 + 4
+        await until(lambda: engine.inside == 4)  # one of each tenant
         engine.gate.set()
-        await soon(life)
-        for request in requests:
-            assert (await bench.sampled(request)).sequences
+        await until(bench.waiting, lambda found: found == 0)
+    assert engine.most == 4
 
 
 async def test_what_a_worker_is_cut_off_from_goes_to_another_at_once(bench: Bench) -> None:
@@ -360,9 +384,20 @@ async def test_a_request_that_has_an_answer_is_not_drawn_again(bench: Bench) -> 
         first = await bench.sampled(request)
         await until(bench.waiting, lambda found: found == 0)
         copy = SampleRequest(request=request, tenant="t", prompt=np.asarray([8, 8], "<i4").tobytes())
-        await bench.bus.publish(SAMPLE, copy, f"{request} again", job=bench.job)
+        await bench.bus.publish(SAMPLE, copy, f"{request} again", job=bench.job, tenant="t")
         await until(bench.waiting, lambda found: found == 0)
         assert await bench.sampled(request) == first and engine.asked == 1
+
+
+async def test_a_request_that_was_given_up_waits_until_it_is_taken(bench: Bench) -> None:
+    engine = Gated()
+    request = await bench.ask("1")
+    await bench.answers.answer(Answer(request=request, result=Failed(error="given up")), cancelled=True)
+    waiting = f"tinker:waiting:{bench.job}:t"
+    assert await bench.store.redis.zcard(waiting) == 1
+    async with bench.serving(engine):
+        await until(bench.waiting, lambda found: found == 0)
+    assert await bench.store.redis.zcard(waiting) == engine.asked == 0
 
 
 async def test_a_copy_of_what_is_being_drawn_waits_for_the_answer(bench: Bench) -> None:
@@ -372,8 +407,8 @@ async def test_a_copy_of_what_is_being_drawn_waits_for_the_answer(bench: Bench) 
         request = await bench.ask("1")
         await until(lambda: engine.inside == 1)
         copy = SampleRequest(request=request, tenant="t", prompt=np.asarray(PROMPT, "<i4").tobytes())
-        await bench.bus.publish(SAMPLE, copy, f"{request} again", job=bench.job)
-        consumer = f"sample-{bench.job}"
+        await bench.bus.publish(SAMPLE, copy, f"{request} again", job=bench.job, tenant="t")
+        consumer = f"sample-{bench.job}-t"
         await until(lambda: bench.bus.js.consumer_info("SAMPLES", consumer), lambda info: info.num_ack_pending == 2)
         await until(lambda: job.turns.open == 1)
         engine.gate.set()

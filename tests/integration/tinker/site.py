@@ -61,7 +61,7 @@ class FakeWorkers:
     @asynccontextmanager
     async def work(self) -> AsyncIterator[FakeWorkers]:
         trains = await self.ctx.bus.listen(COMMAND, self._carry_out, job=self.job)
-        samples = await self.ctx.bus.listen(SAMPLE, self._sample, job=self.job)
+        samples = await self.ctx.bus.listen(SAMPLE, self._sample, job=self.job, tenant="*")
         await self.ctx.bus.flush()
         yield self
         await trains.unsubscribe()

@@ -326,8 +326,14 @@ async def test_models_sessions_samplers_and_bytes_of_a_tenant_are_bounded(
     assert await workers.store.stored_bytes("default") == 14
     failed = await user.result(await user.ok("save_weights", model_id=second, seq_id=2, path="c"))
     assert failed["category"] == "user" and "14 bytes" in failed["error"] and "delete" in failed["error"]
+    last = await user.ok("save_weights", model_id=second, seq_id=2, path="c")
+    assert await user.result(last) == failed
     assert (await user.send("DELETE", f"training_runs/{second}/checkpoints/weights/a"))[0] == 200
-    assert "path" in await user.result(await user.ok("save_weights", model_id=second, seq_id=3, path="c"))
+    assert await user.result(await user.ok("save_weights", model_id=second, seq_id=2, path="c")) == failed, "still"
+    saved = await user.result(await user.ok("save_weights", model_id=second, seq_id=3, path="c"))
+    await workers.store.add_checkpoint(checkpoint_of(ctx, second, name="c"))
+    assert "path" in saved
+    assert await user.result(await user.ok("save_weights", model_id=second, seq_id=3, path="c")) == saved, "full again"
     await user.session(), await user.session()
     status, answer = await user.post("create_session", tags=[])
     assert status == 422 and "3 sessions" in answer["detail"]

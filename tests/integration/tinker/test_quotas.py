@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 
-from opentinker.shared.messaging.bus import StreamFull
+from opentinker.services.scheduler.tinker.sampling_api import ASSUMED_TOKENS
+from opentinker.shared.messaging.bus import Bus, StreamFull
+from opentinker.shared.messaging.subjects import SAMPLE
 from opentinker.shared.runtime.service import Context
+from opentinker.shared.state.tinker_requests import UNSENT_S
 from opentinker.shared.types.tinker import Answer, Failed
 from tests.integration.tinker.site import Client, FakeWorkers, passes, sampled, start_server
 from tests.integration.tinker.test_sampling import asked, sampler_of
@@ -70,7 +73,7 @@ async def test_a_request_that_could_not_be_sent_is_counted_once(site: Site, monk
 
     async def failing(bus: Any, subject: Any, *of: Any, **more: Any) -> int:
         if subject.pattern.startswith("command.") and failures:
-            raise TimeoutError from failures.pop()
+            raise failures.pop()
         return await publish(bus, subject, *of, **more)
 
     monkeypatch.setattr(type(site.workers.ctx.bus), "publish", failing)
@@ -95,7 +98,29 @@ async def test_samples_are_counted_when_they_are_asked_for_and_corrected_when_th
     assert statuses == [200] * 2 + [429] * 6
 
 
-async def test_longer_samples_than_foreseen_are_counted_too(site: Site) -> None:
+async def test_samples_without_a_length_are_counted_as_long_ones_until_they_are_drawn(site: Site) -> None:
+    site.workers.answers = False
+    sampler = await sampler_of(site.user, base_model=site.job)
+    await site.user.ok("asample", **asked(sampler))
+    assert await site.counted() == 3 + ASSUMED_TOKENS
+    assert (await site.user.post("asample", **asked(sampler, 1)))[0] == 429
+
+
+async def test_samples_that_wait_do_not_delay_training(site: Site) -> None:
+    model, sampler = await site.model(), await sampler_of(site.user, base_model=site.job)
+    site.workers.answers = False
+    body: dict[str, Any] = {"num_samples": 2, "sampling_params": {"max_tokens": 1000}}
+    promise = await site.user.ok("asample", **asked(sampler, **body))
+    assert (await site.user.post("asample", **asked(sampler, 1)))[0] == 429
+    assert (await site.user.raw("forward_backward", passes(model, 1)))[0] == 200
+    await site.use(990)
+    assert (await site.user.raw("forward_backward", passes(model, 2)))[0] == 200, "993 of 1000 were used"
+    await site.workers.say(promise["request_id"], sampled(site.workers.samples[0]))
+    assert (await site.user.raw("forward_backward", passes(model, 3)))[0] == 429, "more than 1000 were used"
+
+
+async def test_longer_samples_than_foreseen_are_counted_too(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("opentinker.services.scheduler.tinker.sampling_api.ASSUMED_TOKENS", 1)
     sampler = await sampler_of(site.user, base_model=site.job)
     await site.user.result(await site.user.ok("asample", **asked(sampler, num_samples=4)))  # without max_tokens
     assert await site.counted() == 3 + 4 * 3
@@ -115,6 +140,56 @@ async def test_samples_that_were_lost_or_failed_count_nothing(site: Site) -> Non
     assert await site.counted() == 103, "they may have been drawn"
 
 
+class Publishing:
+    """Publishes of SAMPLE fail as often as `failures` says; `ids` has all message ids."""
+
+    def __init__(self, bus: type[Bus], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.failures, self.ids, publish = 0, list[str](), bus.publish
+
+        async def failing(bus: Any, subject: Any, noun: Any, msg_id: str, **keys: str) -> int:
+            if subject.pattern.startswith("sample."):
+                self.ids.append(msg_id)
+                if self.failures:
+                    self.failures -= 1
+                    raise StreamFull("the stream has no room")
+            return await publish(bus, subject, noun, msg_id, **keys)
+
+        monkeypatch.setattr(bus, "publish", failing)
+
+
+async def test_a_lost_sample_is_sent_again_though_a_first_try_fails(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publishing = Publishing(Bus, monkeypatch)
+    site.workers.answers = False
+    body = asked(await sampler_of(site.user, base_model=site.job))
+    promise = await site.user.ok("asample", **body)
+    for round in (1, 2):
+        await site.workers.say(promise["request_id"], Failed(error="its worker has left", lost=True))
+        publishing.failures = 1
+        statuses = [(await site.user.post("asample", **body))[0] for _ in range(2)]
+        assert statuses == [503, 200]
+        subject = SAMPLE.at(job=site.job, tenant="*")
+        assert await site.workers.ctx.bus.count("SAMPLES", subject) == 1 + round, "not a repetition for the stream"
+    assert len(set(publishing.ids)) == 3
+
+
+async def test_what_could_not_be_sent_does_not_wait_for_long(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("opentinker.shared.state.tinker_requests.MAX_WAITING_SAMPLES", 2)
+    publishing = Publishing(Bus, monkeypatch)
+    site.workers.answers = False
+    sampler = await sampler_of(site.user, base_model=site.job)
+    body: dict[str, Any] = {"sampling_params": {"max_tokens": 1}}
+    await site.user.ok("asample", **asked(sampler, 0, **body))
+    publishing.failures = 1
+    statuses = [(await site.user.post("asample", **asked(sampler, seq, **body)))[0] for seq in (1, 2)]
+    assert statuses == [503, 429]
+    later = SimpleNamespace(time=lambda: NOW + UNSENT_S + 1)
+    monkeypatch.setattr("opentinker.shared.state.tinker_requests.time", later)
+    statuses = [(await site.user.post("asample", **asked(sampler, seq, **body)))[0] for seq in (2, 3, 1)]
+    assert statuses == [200, 429, 429], "one that was sent still waits, and so does a second one"
+
+
 async def test_a_tenant_has_a_bound_of_samples_that_wait(
     user: Client, api: Http, ctx: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,12 +205,13 @@ async def test_a_tenant_has_a_bound_of_samples_that_wait(
         assert "3 requests for samples of tenant default wait" in refusals[0] and "num_samples" in refusals[0]
         await user.ok("asample", **asked(sampler, int(waiting[0].partition("#")[2])))
         other = await blue.ok("asample", **asked(await sampler_of(blue, base_model=workers.job)))
-        assert await store.drawing(workers.job) == {"default", "blue"}
         await workers.say(waiting[0], Failed(error="no"))
         await user.ok("asample", **asked(sampler, 20))
         assert (await user.post("asample", **asked(sampler, 21)))[0] == 429
         await user.ok("cancel_future", request_id=waiting[1])
+        assert (await user.post("asample", **asked(sampler, 21)))[0] == 429, "it is in the stream until it is taken"
+        await store.drop_sample(waiting[1])
         await user.ok("asample", **asked(sampler, 21))
         for request in (waiting[2], f"{sampler}#20", f"{sampler}#21", other["request_id"]):
             await store.answer(Answer(request=request, result=Failed(error="no")))
-        assert await store.drawing(workers.job) == set()
+        await user.ok("asample", **asked(sampler, 22))
