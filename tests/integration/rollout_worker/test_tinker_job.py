@@ -334,8 +334,10 @@ async def test_a_full_worker_leaves_requests_to_another_that_has_places(bench: B
             await until(lambda: full.inside == 2)
             more = [await bench.ask(f"more{number}", tenant="loud") for number in range(40)]
             answered: set[str] = set()
-            held = await until(lambda: _left(bench, [*requests, *more], answered), lambda found: len(found) <= 3)
-            assert len(first.tasks) == len(held) >= 2, "its places, and one request of a tenant at most"
+            held = await until(
+                lambda: _left(bench, [*requests, *more], answered), lambda found: len(found) == len(first.tasks)
+            )
+            assert 2 <= len(held) <= 3, "its places, and one request of a tenant at most"
             assert second.turns.begun == {"quiet": 1}
             full.gate.set()
             for request in held:
