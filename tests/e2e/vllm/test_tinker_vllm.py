@@ -18,7 +18,7 @@ import torch
 from opentinker.services.rollout_worker.engines.gpu_split import GpuSplit
 from opentinker.services.rollout_worker.renderer import Renderer
 from opentinker.services.rollout_worker.service import make_engine
-from opentinker.services.rollout_worker.tinker.tinker_job import TinkerJob
+from opentinker.services.rollout_worker.tinker.tinker_job import TinkerJob, Undrawn
 from opentinker.shared.config import Settings
 from opentinker.shared.spec import parse_spec
 from opentinker.shared.spec.engines import engine_policies
@@ -60,8 +60,12 @@ class Sampler:
         directory = str(self.place / name) if name else ""
         ids = np.asarray(prompt, "<i4").tobytes()
         request = SampleRequest(request="r", tenant="t", prompt=ids, directory=directory, version=f"{name}@1", **fields)
-        async with self.job._turn(request) as undrawn:
+        undrawn = Undrawn("t", request.count)
+        self.job.turns.enter("t", request.count)
+        try:
             return await self.job._result(request, undrawn)
+        finally:
+            self.job.turns.leave("t", undrawn.samples)
 
     async def draw(self, name: str = "", prompt: list[int] = PROMPT, **fields: Any) -> Sampled:
         result = await self.ask(name, prompt, **fields)

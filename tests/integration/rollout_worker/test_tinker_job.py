@@ -363,10 +363,10 @@ async def test_a_worker_holds_one_request_of_each_tenant_beyond_its_places(bench
             await bench.ask(f"d{number}", tenant="d")
         await until(lambda: "d" in job.turns.begun)
         assert job.turns.open <= 2 - 1 + 4
-        await until(lambda: engine.inside == 4)  # one of each tenant
+        await until(lambda: set(job.turns.drawn) == {"a", "b", "c", "d"})
         engine.gate.set()
         await until(bench.waiting, lambda found: found == 0)
-    assert engine.most == 4
+    assert 4 <= engine.most <= 2 - 1 + 4
 
 
 async def test_what_a_worker_is_cut_off_from_goes_to_another_at_once(bench: Bench) -> None:
