@@ -35,7 +35,7 @@ class Intake:
     ) -> None:
         self._bus, self._job, self._turns, self._ack_wait_s = bus, job, turns, ack_wait_s
         self._start, self._ended = start, ended
-        self._loops: dict[str, asyncio.Task[None]] = {}
+        self.loops: dict[str, asyncio.Task[None]] = {}
         """By the tenant's token in the subject."""
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -46,19 +46,19 @@ class Intake:
             while not self._ended():
                 for found in await self._bus.counts(stream, subject):
                     tenant = found.rpartition(".")[2]
-                    if tenant not in self._loops:
+                    if tenant not in self.loops:
                         self._begin(tenant)
                 await asyncio.wait([self._broken], timeout=LOOK_S)
                 if self._broken.done():
                     self._broken.result()
         finally:
-            await cancel_and_wait(*self._loops.values())
+            await cancel_and_wait(*self.loops.values())
 
     def _begin(self, tenant: str) -> None:
-        task = self._loops[tenant] = asyncio.create_task(self._loop(tenant))
+        task = self.loops[tenant] = asyncio.create_task(self._loop(tenant))
 
         def over(task: asyncio.Task[None]) -> None:
-            del self._loops[tenant]
+            del self.loops[tenant]
             forward_exception(task, self._broken)
 
         task.add_done_callback(over)

@@ -66,6 +66,7 @@ class TinkerJob:
         self.store = TinkerStore(worker.ctx.store.redis)
         self.adapters = AdapterCache(engine, spec.tinker.max_adapters, spec.tinker.max_rank)
         self.turns = Turns(spec.tinker.max_concurrent)
+        self.intake = Intake(self.bus, lease.job, self.turns, ack_wait_s, self._start, lambda: worker.ending)
         self.running = 0
         self.tasks: set[asyncio.Task[None]] = set()
         self.current: set[str] = set()
@@ -87,14 +88,11 @@ class TinkerJob:
             held.push_async_callback(self._end_reports)
             held.push_async_callback(self.lanes.report)
             held.push_async_callback(self._end_tasks)
-            intake = Intake(
-                self.bus, self.lease.job, self.turns, self.ack_wait_s, self._start, lambda: self.worker.ending
-            )
             self._tell()
             await self.worker.status("ready", job=self.lease.job, epoch=self.lease.epoch)
             await first_failure(
                 {
-                    "intake": intake.run(),
+                    "intake": self.intake.run(),
                     "report": self._report_loop(),
                     "timeline": self.lanes.run(),
                     "broken": asyncio.wait_for(self.broken, None),

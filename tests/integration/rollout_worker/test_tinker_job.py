@@ -369,6 +369,28 @@ async def test_a_worker_holds_one_request_of_each_tenant_beyond_its_places(bench
     assert 4 <= engine.most <= 2 - 1 + 4
 
 
+async def test_requests_that_wait_do_not_fail_with_those_that_workers_were_lost_over(bench: Bench) -> None:
+    bench.settings["max_concurrent"] = 1
+    requests = [await bench.ask(str(number), tenant="loud") for number in range(5)] + [await bench.ask("5")]
+    for _ in range(MAX_DELIVERIES):
+        stuck = Gated(is_open=False)
+        async with bench.serving(stuck):
+            await until(lambda stuck=stuck: stuck.inside == 2)  # one of each tenant
+    async with bench.serving(Gated()):
+        results = [await bench.answer(request) for request in requests]
+    assert [isinstance(result, Sampled) for result in results] == [False, True, True, True, True, False]
+
+
+async def test_the_queue_of_a_tenant_that_was_idle_is_looked_at_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("opentinker.services.rollout_worker.tinker.intake.IDLE_S", 0.1)
+    async with bench.serving(Gated()) as job:
+        for number in range(3):
+            await bench.sampled(await bench.ask(str(number)))
+            await until(lambda: not job.intake.loops)
+
+
 async def test_what_a_worker_is_cut_off_from_goes_to_another_at_once(bench: Bench) -> None:
     stuck = Gated(is_open=False)
     async with bench.serving(stuck):
