@@ -4,142 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import uuid
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import structlog
 from redis.exceptions import ResponseError
 
-from opentinker.services.rollout_worker.engines.base import Completion, EngineLost
-from opentinker.services.rollout_worker.engines.toy import ToyEngine
-from opentinker.services.rollout_worker.tinker.tinker_job import MAX_DELIVERIES, TinkerJob
+from opentinker.services.rollout_worker.engines.base import EngineLost
+from opentinker.services.rollout_worker.tinker.tinker_job import MAX_DELIVERIES
 from opentinker.shared.asyncio_tools import cancel_and_wait
-from opentinker.shared.config import Settings
 from opentinker.shared.messaging.bus import Bus
-from opentinker.shared.messaging.subjects import ANSWERED, METRIC, SAMPLE, Subject
-from opentinker.shared.runtime.leased_worker import LeasedWorker
-from opentinker.shared.runtime.service import Context
-from opentinker.shared.spec import ToySpec, parse_spec
+from opentinker.shared.messaging.subjects import METRIC, SAMPLE, Subject
 from opentinker.shared.state.store import Store
 from opentinker.shared.state.tinker import TinkerStore
-from opentinker.shared.state.tinker_requests import Quota
-from opentinker.shared.types.core import Lease, Pool, WeightVersion
 from opentinker.shared.types.telemetry import MetricPoint
-from opentinker.shared.types.tinker import Answer, Answered, Failed, Sampled, SampleParams, SampleRequest
+from opentinker.shared.types.tinker import Answer, Sampled, SampleParams, SampleRequest
 from tests.conftest import soon, until
 from tests.support.adapters import write_adapter
-from tests.support.factories import not_called
-
-PROMPT = [5, 6, 7]
-EOS = 1
-
-
-class Gated(ToyEngine):
-    """Waits at `gate`; `poison` is a prompt that kills it."""
-
-    def __init__(self, *, is_open: bool = True) -> None:
-        super().__init__(ToySpec(skill=0.0), eos_id=EOS, vocab_size=128, context_length=64)
-        self.version = WeightVersion(0, 0)
-        self.gate = asyncio.Event()
-        if is_open:
-            self.gate.set()
-        self.poison: list[int] = []
-        self.inside = self.most = self.asked = 0
-        self.adapters: set[str] = set()
-
-    async def generate(self, request: str, prompt_ids: list[int], sampling: Any, *rest: Any) -> Completion:
-        self.asked += 1
-        if prompt_ids == self.poison:
-            raise EngineLost("killed by its request")
-        self.inside += 1
-        self.most = max(self.most, self.inside)
-        self.adapters.add(sampling.adapter)
-        try:
-            await self.gate.wait()
-            return await super().generate(request, prompt_ids, sampling, *rest)
-        finally:
-            self.inside -= 1
-
-
-class Bench:
-    """A job and the lives of rollout workers that serve it."""
-
-    def __init__(self, bus: Bus, store: Store) -> None:
-        self.bus, self.store = bus, store
-        self.job = f"j-{uuid.uuid4().hex[:8]}"
-        self.answers = TinkerStore(store.redis)
-        self.announced: set[str] = set()
-        self.ack_wait_s = 6.0
-        self.settings: dict[str, Any] = {"max_adapters": 2, "max_rank": 8, "max_concurrent": 16}
-
-    async def ask(self, id: str, prompt: list[int] = PROMPT, **fields: Any) -> str:
-        params = fields.pop("params", SampleParams(max_tokens=4, seed=1))
-        ids, tenant = np.asarray(prompt, "<i4").tobytes(), fields.pop("tenant", "t")
-        request = SampleRequest(request=f"{self.job}#{id}", tenant=tenant, prompt=ids, params=params, **fields)
-        await self.answers.ask_sample(request.request, "digest", Quota(job=self.job, tenant=tenant, minute=0))
-        await self.bus.publish(SAMPLE, request, request.request, job=self.job, tenant=tenant)
-        return request.request
-
-    async def answer(self, request: str) -> Sampled | Failed:
-        found = await until(lambda: self.answers.answered(request))
-        assert found is not None and isinstance(found.result, Sampled | Failed)
-        return found.result
-
-    async def sampled(self, request: str) -> Sampled:
-        result = await self.answer(request)
-        assert isinstance(result, Sampled), result
-        return result
-
-    async def failed(self, request: str) -> Failed:
-        result = await self.answer(request)
-        assert isinstance(result, Failed), result
-        return result
-
-    async def waiting(self) -> int:
-        return await self.bus.count("SAMPLES", SAMPLE.at(job=self.job, tenant="*"))
-
-    def work(self, engine: Gated, name: str = "rollout-0") -> TinkerJob:
-        spec = parse_spec(
-            {
-                "name": "server",
-                "kind": "tinker",
-                "model": {"base": "somewhere"},
-                "rollout": {"engine": "toy"},
-                "tinker": self.settings,
-            }
-        )
-        log = structlog.get_logger()
-        ctx = Context("rollout-worker", name, Settings(), self.bus, self.store, log)
-        worker = LeasedWorker(ctx, Pool.ROLLOUT, not_called)
-        lease = Lease(job=self.job, worker=name, incarnation=worker.info.incarnation, epoch=1, pool=Pool.ROLLOUT)
-        return TinkerJob(worker, lease, spec, engine, ack_wait_s=self.ack_wait_s)
-
-    @asynccontextmanager
-    async def serving(self, engine: Gated) -> AsyncIterator[TinkerJob]:
-        job = self.work(engine)
-        life = asyncio.create_task(job.run())
-        try:
-            yield job
-        finally:
-            await cancel_and_wait(life)
-        assert life.cancelled(), "it lived to the end of the block"
+from tests.support.tinker_bench import PROMPT, Bench, Gated, bench_of
 
 
 @pytest.fixture
 async def bench(bus: Bus, store: Store) -> AsyncIterator[Bench]:
-    bench = Bench(bus, store)
-
-    async def note(answered: Answered) -> None:
-        bench.announced.add(answered.request)
-
-    heard = await bus.listen(ANSWERED, note, job=bench.job)
-    yield bench
-    await heard.unsubscribe()
+    async with bench_of(bus, store) as bench:
+        yield bench
 
 
 def tokens(result: Sampled) -> list[list[int]]:
@@ -281,116 +170,6 @@ async def test_a_worker_that_is_taken_back_answers_what_it_has_taken_and_leaves_
             assert (await bench.sampled(request)).sequences
 
 
-class OneByOne(Gated):
-    """Draws a sample of the prompt [9] for each permit, and others at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.permits = asyncio.Semaphore(0)
-
-    async def generate(self, request: str, prompt_ids: list[int], sampling: Any, *rest: Any) -> Completion:
-        if prompt_ids == [9]:
-            self.inside += 1
-            await self.permits.acquire()
-            self.inside -= 1
-        return await super().generate(request, prompt_ids, sampling, *rest)
-
-
-@pytest.mark.parametrize("count", [1, 8])
-async def test_the_flood_of_one_tenant_does_not_delay_others(bench: Bench, count: int, tmp_path: Path) -> None:
-    bench.settings["max_concurrent"] = 4
-    engine, flood = OneByOne(), 240 // count
-    loud, quiet = [str(write_adapter(tmp_path / name)) for name in "ab"]
-    for number in range(flood):
-        await bench.ask(f"flood{number}", [9], tenant="loud", count=count, directory=loud, version="1", rank=4)
-    async with bench.serving(engine) as job:
-        await until(lambda: engine.inside == 4)
-        for number in range(3):
-            request = await bench.ask(str(number), [8], directory=quiet, version="1", rank=4)
-            await bench.sampled(request)
-        assert engine.asked == 3, "none of the flood"
-        many = await bench.ask("many", [8], directory=quiet, version="1", rank=4, count=3)
-        await bench.sampled(many)
-        assert engine.asked == 3 + 3, "none of the flood; one after another"
-        for _ in range(flood * count):
-            engine.permits.release()
-        for number in range(flood):
-            await bench.sampled(f"{bench.job}#flood{number}")
-        await until(bench.waiting, lambda found: found == 0)
-        await until(lambda: not (job.turns.begun or job.turns.drawn or job.turns._waiting))
-    assert engine.asked == 3 + 3 + flood * count
-
-
-async def test_a_full_worker_leaves_requests_to_another_that_has_places(bench: Bench) -> None:
-    bench.settings["max_concurrent"] = 2
-    full, free = Gated(is_open=False), OneByOne()
-    await bench.ask("0", [9], tenant="quiet")
-    async with bench.serving(free) as second:
-        await until(lambda: free.inside == 1)
-        requests = [await bench.ask(f"flood{number}", tenant="loud") for number in range(40)]
-        for request in requests[:20]:  # all of them are drawn here: one place is free
-            await bench.sampled(request)
-        async with bench.serving(full) as first:
-            await until(lambda: full.inside == 2)
-            more = [await bench.ask(f"more{number}", tenant="loud") for number in range(40)]
-            answered: set[str] = set()
-            held = await until(
-                lambda: _left(bench, [*requests, *more], answered), lambda found: len(found) == len(first.tasks)
-            )
-            assert 2 <= len(held) <= 3, "its places, and one request of a tenant at most"
-            assert second.turns.begun == {"quiet": 1}
-            full.gate.set()
-            for request in held:
-                await bench.sampled(request)
-        free.permits.release()
-        await until(bench.waiting, lambda found: found == 0)
-
-
-async def _left(bench: Bench, requests: list[str], answered: set[str]) -> list[str]:
-    answered |= await bench.answers.which_answered([one for one in requests if one not in answered])
-    return [one for one in requests if one not in answered]
-
-
-async def test_a_worker_holds_one_request_of_each_tenant_beyond_its_places(bench: Bench) -> None:
-    bench.settings["max_concurrent"] = 2
-    engine = Gated(is_open=False)
-    for number in range(12):
-        for tenant in ("a", "b", "c"):
-            await bench.ask(f"{tenant}{number}", tenant=tenant)
-    async with bench.serving(engine) as job:
-        await until(lambda: set(job.turns.begun) == {"a", "b", "c"})
-        for number in range(3):
-            await bench.ask(f"d{number}", tenant="d")
-        await until(lambda: "d" in job.turns.begun)
-        assert job.turns.open <= 2 - 1 + 4
-        await until(lambda: set(job.turns.drawn) == {"a", "b", "c", "d"})
-        engine.gate.set()
-        await until(bench.waiting, lambda found: found == 0)
-    assert 4 <= engine.most <= 2 - 1 + 4
-
-
-async def test_requests_that_wait_do_not_fail_with_those_that_workers_were_lost_over(bench: Bench) -> None:
-    bench.settings["max_concurrent"] = 1
-    requests = [await bench.ask(str(number), tenant="loud") for number in range(5)] + [await bench.ask("5")]
-    for _ in range(MAX_DELIVERIES):
-        stuck = Gated(is_open=False)
-        async with bench.serving(stuck):
-            await until(lambda stuck=stuck: stuck.inside == 2)  # one of each tenant
-    async with bench.serving(Gated()):
-        results = [await bench.answer(request) for request in requests]
-    assert [isinstance(result, Sampled) for result in results] == [False, True, True, True, True, False]
-
-
-async def test_the_queue_of_a_tenant_that_was_idle_is_looked_at_again(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("opentinker.services.rollout_worker.tinker.intake.IDLE_S", 0.1)
-    async with bench.serving(Gated()) as job:
-        for number in range(3):
-            await bench.sampled(await bench.ask(str(number)))
-            await until(lambda: not job.intake.loops)
-
-
 async def test_what_a_worker_is_cut_off_from_goes_to_another_at_once(bench: Bench) -> None:
     stuck = Gated(is_open=False)
     async with bench.serving(stuck):
@@ -411,17 +190,6 @@ async def test_a_request_that_has_an_answer_is_not_drawn_again(bench: Bench) -> 
         await bench.bus.publish(SAMPLE, copy, f"{request} again", job=bench.job, tenant="t")
         await until(bench.waiting, lambda found: found == 0)
         assert await bench.sampled(request) == first and engine.asked == 1
-
-
-async def test_a_request_that_was_given_up_waits_until_it_is_taken(bench: Bench) -> None:
-    engine = Gated()
-    request = await bench.ask("1")
-    await bench.answers.answer(Answer(request=request, result=Failed(error="given up")), cancelled=True)
-    waiting = f"tinker:waiting:{bench.job}:t"
-    assert await bench.store.redis.zcard(waiting) == 1
-    async with bench.serving(engine):
-        await until(bench.waiting, lambda found: found == 0)
-    assert await bench.store.redis.zcard(waiting) == engine.asked == 0
 
 
 async def test_a_copy_of_what_is_being_drawn_waits_for_the_answer(bench: Bench) -> None:
