@@ -57,6 +57,12 @@ redis.call('SADD', KEYS[5], ARGV[1])
 return 2
 """
 
+# KEYS model, live. ARGV: id, record
+_END_MODEL = """
+if redis.call('HEXISTS', KEYS[1], 'record') == 1 then redis.call('HSET', KEYS[1], 'record', ARGV[2]) end
+return redis.call('SREM', KEYS[2], ARGV[1])
+"""
+
 # KEYS model. Returns the number of the command that unloads the model: the one after those it has had
 _UNLOAD = """
 redis.call('HSETNX', KEYS[1], 'unload', redis.call('HGET', KEYS[1], 'next') or '0')
@@ -99,7 +105,7 @@ class TinkerStore(TinkerSessions):
     def __init__(self, redis: Any) -> None:
         super().__init__(redis)
         self._add_model, self._unload = Script(redis, _ADD_MODEL), Script(redis, _UNLOAD)
-        self._change = Script(redis, _CHANGE)
+        self._change, self._end_model = Script(redis, _CHANGE), Script(redis, _END_MODEL)
         self._add_checkpoint = Script(redis, _ADD_CHECKPOINT)
 
     # --- models -------------------------------------------------------------------------------------------------
@@ -139,12 +145,10 @@ class TinkerStore(TinkerSessions):
         await self._redis.hdel(f"tinker:model:{model}", "unload")
 
     async def end_model(self, model: TinkerModel) -> None:
-        """Note that the model was unloaded: it takes no further commands."""
+        """Note that the model was unloaded: it takes no further commands. One that was removed stays removed."""
         ended = codec.to_json(msgspec.structs.replace(model, ended=True))
-        async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.hset(f"tinker:model:{model.id}", "record", ended)
-            pipe.srem(f"tinker:live:{model.tenant}", model.id)
-            await pipe.execute()
+        keys = [f"tinker:model:{model.id}", f"tinker:live:{model.tenant}"]
+        await self._end_model(keys=keys, args=[model.id, ended])
 
     async def not_live(self, tenant: str, models: Sequence[str]) -> None:
         """Count these models no longer: their server has ended, or they were removed."""

@@ -175,6 +175,11 @@ async def test_a_session_that_is_closing_takes_nothing_more(user: Client, worker
     made = {"session_id": session, "sampling_session_seq_id": 0, "base_model": BASE}
     assert (await user.post("create_sampling_session", **made))[0] == 404
     assert await workers.store.models_in(session) == [model] and await workers.store.samplers_in(session) == []
+    found = await workers.store.model("default", model)
+    assert await workers.store.remove_model(found)
+    await workers.store.end_model(found)  # of another scheduler
+    with pytest.raises(NotFound):
+        await workers.store.model("default", model)
     await workers.store.close_session(await workers.store.session("default", session))
     assert not [key for key in await keys_of(ctx, session) if model not in key]
 

@@ -198,7 +198,7 @@ async def test_an_older_trainer_replaces_no_files(server: Server, save: Save) ->
     client = Client(server, MODEL)
     await client.create()
     await client.call(Save(kind="weights", name="a"))
-    weights = tinker_place(server.data_dir, MODEL) / "weights" / "a"
+    weights = tinker_place(server.data_dir, MODEL) / "weights" / "a@1"
     before, records = weights.stat().st_ino, await server.records.checkpoints(MODEL)
     model_files.read_state(server.state(MODEL), server.epoch + 1, "x")  # as the next trainer does
     request, running = await client.send(save), server.running
@@ -209,14 +209,14 @@ async def test_an_older_trainer_replaces_no_files(server: Server, save: Save) ->
     assert weights.stat().st_ino == before and await server.records.checkpoints(MODEL) == records
     samplers = weights.parents[1] / "samplers"
     assert not samplers.exists() or not list(samplers.iterdir())
-    assert [path.name for path in weights.parent.iterdir()] == ["a"]
+    assert [path.name for path in weights.parent.iterdir()] == ["a@1"]
 
 
 async def test_a_checkpoint_of_a_later_command_stays(server: Server) -> None:
     client, records = Client(server, MODEL), server.records
     await client.create()
     await client.call(Save(kind="weights", name="a"))
-    weights = tinker_place(server.data_dir, MODEL) / "weights" / "a"
+    weights = tinker_place(server.data_dir, MODEL) / "weights" / "a@1"
     before, (saved,) = weights.stat().st_ino, await records.checkpoints(MODEL)
     later = msgspec.structs.replace(saved, seq=99, step=7)
     assert await records.add_checkpoint(later)
