@@ -12,92 +12,35 @@ where they are installed.
 
 from __future__ import annotations
 
-import contextlib
 import html
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
-from opentinker.client.displays import Frame, Progress, Silent, display_of, framed
-from opentinker.sdk.http import ApiError
+from opentinker.client.displays import Frame, Progress, framed
+from opentinker.client.handle import Handle
 from opentinker.sdk.job_text import reason_of, state_of
 from opentinker.shared.api_types import Event, Job, MetricPoint, Rollout
 
-if TYPE_CHECKING:
-    from opentinker.client.sync import Client
-
-FINAL = ("succeeded", "failed", "cancelled")
 WIDTH, HEIGHT = 240, 48
 
 
-class JobHandle:
+class JobHandle(Handle[Job]):
     """Make it with `Client.start` or `Client.handle`. Methods raise ApiError as the client's calls do."""
 
-    def __init__(self, client: Client, id: str) -> None:
-        self.client, self.id = client, id
-        self._last: Job | None = None
-
-    # --- state --------------------------------------------------------------------------------------------------------
+    NOUN = "job"
+    FIELDS = ("name", "state", "step", "steps")
 
     def refresh(self) -> Job:
         """Ask the server for the job: the dictionary that `Client.job` returns."""
         self._last = self.client.job(self.id)
         return self._last
 
-    @property
-    def info(self) -> Job:
-        """The server's latest record of the job; requested if there has been none yet."""
-        return self._last or self.refresh()
-
-    @property
-    def name(self) -> str:
-        """The display name."""
-        return self.info["name"]
-
-    @property
-    def state(self) -> str:
-        """`queued`, `running`, `succeeded`..., asked for now."""
-        return self.refresh()["state"]
-
-    @property
-    def is_over(self) -> bool:
-        """Whether it has succeeded, failed or been cancelled; asked for now."""
-        return self.state in FINAL
-
-    def wait(
-        self,
-        *,
-        progress: bool = True,
-        timeout_s: float | None = None,
-        cancel_on_interrupt: bool = False,
-        poll_s: float = 1.0,
-    ) -> JobHandle:
-        """Wait until the job has ended. `progress`: show how far it is, as a card in a notebook and as a bar on a
-        terminal. Raises TimeoutError; the job continues then, as after Ctrl-C unless `cancel_on_interrupt`."""
-        shown = display_of(self) if progress else Silent()
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        try:
-            with shown:
-                while True:
-                    shown.update(progress_of(self.refresh()))
-                    if self.info["state"] in FINAL:
-                        return self
-                    if deadline is not None and time.monotonic() >= deadline:
-                        raise TimeoutError(f"job {self.id} is still {self.info['state']} after {timeout_s:g} s")
-                    time.sleep(poll_s)
-        except KeyboardInterrupt:
-            if cancel_on_interrupt:
-                self.cancel()
-            raise
-
-    def cancel(self) -> JobHandle:
+    def cancel(self) -> Self:
         """Cancel it; its checkpoints stay."""
         self.client.cancel(self.id)
         self.refresh()
         return self
-
-    # --- results ------------------------------------------------------------------------------------------------------
 
     def metrics(self, names: Sequence[str] | None = None, *, frame: Frame = "auto") -> Any:
         """Return the metric history: a row per point with `step`, `time`, `source` and a column per metric.
@@ -123,22 +66,13 @@ class JobHandle:
         """Download a checkpoint (default: the newest) into a directory that transformers or peft loads."""
         return self.client.download(self.id, to, step)
 
-    # --- how it shows itself ------------------------------------------------------------------------------------------
+    def _progress_of(self, record: Job) -> Progress:
+        return progress_of(record)
 
-    def __repr__(self) -> str:
-        known = f" {self._last['name']!r} {state_of(self._last)}" if self._last is not None else ""
-        return f"<job {self.id}{known}>"
+    def _told(self, record: Job) -> str:
+        return state_of(record)
 
-    def __rich_repr__(self) -> Iterator[tuple[str, object]]:
-        yield "id", self.id
-        if self._last is not None:
-            for field in ("name", "state", "step", "steps"):
-                yield field, self._last[field]
-
-    def _repr_html_(self) -> str:
-        """Return the job as HTML for a notebook."""
-        with contextlib.suppress(ApiError):  # as it was known last
-            self.refresh()
+    def _card(self) -> str:
         return card(self.id, self._last)
 
 

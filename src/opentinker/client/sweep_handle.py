@@ -10,93 +10,36 @@ In a notebook it shows itself as a card with its best trials.
 
 from __future__ import annotations
 
-import contextlib
 import html
-import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
-from opentinker.client.displays import Frame, Progress, Silent, display_of, framed
+from opentinker.client.displays import Frame, Progress, framed
+from opentinker.client.handle import Handle
 from opentinker.client.job_handle import JobHandle
 from opentinker.sdk.http import ApiError
 from opentinker.sdk.sweeps import best_job
 from opentinker.shared.api_types import Sweep, SweepBest, SweepTrial
 
-if TYPE_CHECKING:
-    from opentinker.client.sync import Client
-
 SHOWN = 10
 """Trials of a card."""
 
 
-class SweepHandle:
+class SweepHandle(Handle[Sweep]):
     """Make it with `Client.start_sweep` or `Client.sweep_handle`. Methods raise ApiError as the client's calls do."""
 
-    def __init__(self, client: Client, id: str) -> None:
-        self.client, self.id = client, id
-        self._last: Sweep | None = None
-
-    # --- state --------------------------------------------------------------------------------------------------------
+    NOUN = "sweep"
+    FIELDS = ("name", "state", "trials", "planned", "best")
 
     def refresh(self) -> Sweep:
         """Ask the server for the sweep: the dictionary that `Client.sweep_state` returns."""
         self._last = self.client.sweep_state(self.id)
         return self._last
 
-    @property
-    def info(self) -> Sweep:
-        """The server's latest record of the sweep; requested if there has been none yet."""
-        return self._last or self.refresh()
-
-    @property
-    def name(self) -> str:
-        """The display name."""
-        return self.info["name"]
-
-    @property
-    def state(self) -> str:
-        """`running`, `succeeded`, `failed` or `cancelled`, asked for now."""
-        return self.refresh()["state"]
-
-    @property
-    def is_over(self) -> bool:
-        """Whether it has ended; asked for now."""
-        return self.state != "running"
-
-    def wait(
-        self,
-        *,
-        progress: bool = True,
-        timeout_s: float | None = None,
-        cancel_on_interrupt: bool = False,
-        poll_s: float = 1.0,
-    ) -> SweepHandle:
-        """Wait until the sweep has ended. `progress`: show how many trials have ended and the best so far, as a card in
-        a notebook and as a bar on a terminal. Raises TimeoutError; the sweep continues then, as after Ctrl-C unless
-        `cancel_on_interrupt`."""
-        shown = display_of(self) if progress else Silent()
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        try:
-            with shown:
-                while True:
-                    shown.update(progress_of(self.refresh()))
-                    if self.info["state"] != "running":
-                        return self
-                    if deadline is not None and time.monotonic() >= deadline:
-                        raise TimeoutError(f"sweep {self.id} is still running after {timeout_s:g} s")
-                    time.sleep(poll_s)
-        except KeyboardInterrupt:
-            if cancel_on_interrupt:
-                self.cancel()
-            raise
-
-    def cancel(self) -> SweepHandle:
+    def cancel(self) -> Self:
         """Cancel it and its jobs."""
         self.client.cancel_sweep(self.id)
         self.refresh()
         return self
-
-    # --- results ------------------------------------------------------------------------------------------------------
 
     @property
     def best(self) -> SweepBest | None:
@@ -122,22 +65,13 @@ class SweepHandle:
             raise ApiError(f"no trial of sweep {self.id} has finished yet: call wait() first")
         return JobHandle(self.client, best_job(found))
 
-    # --- how it shows itself ------------------------------------------------------------------------------------------
+    def _progress_of(self, record: Sweep) -> Progress:
+        return progress_of(record)
 
-    def __repr__(self) -> str:
-        known = f" {self._last['name']!r} {told(self._last)}" if self._last is not None else ""
-        return f"<sweep {self.id}{known}>"
+    def _told(self, record: Sweep) -> str:
+        return told(record)
 
-    def __rich_repr__(self) -> Iterator[tuple[str, object]]:
-        yield "id", self.id
-        if self._last is not None:
-            for field in ("name", "state", "trials", "planned", "best"):
-                yield field, self._last[field]
-
-    def _repr_html_(self) -> str:
-        """Return the sweep as HTML for a notebook."""
-        with contextlib.suppress(ApiError):  # as it was known last
-            self.refresh()
+    def _card(self) -> str:
         return card(self.id, self._last)
 
 

@@ -1,0 +1,113 @@
+"""What the objects of a job and of a sweep share: their state, waiting for the end, and how they show themselves."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING, ClassVar, Generic, Self, TypeVar
+
+from opentinker.client.displays import Progress, Silent, display_of
+from opentinker.sdk.http import ApiError
+from opentinker.shared.api_types import Job, Sweep
+
+if TYPE_CHECKING:
+    from opentinker.client.sync import Client
+
+Record = TypeVar("Record", Job, Sweep)
+FINAL = ("succeeded", "failed", "cancelled")
+
+
+class Handle(ABC, Generic[Record]):
+    """Methods raise ApiError as the client's calls do."""
+
+    NOUN: ClassVar[str]
+    FIELDS: ClassVar[Collection[str]]
+    """Of the record, shown by rich."""
+
+    def __init__(self, client: Client, id: str) -> None:
+        self.client, self.id = client, id
+        self._last: Record | None = None
+
+    @abstractmethod
+    def refresh(self) -> Record:
+        """Ask the server for the record."""
+
+    @abstractmethod
+    def cancel(self) -> Self:
+        """Cancel it."""
+
+    @property
+    def info(self) -> Record:
+        """The server's latest record; requested if there has been none yet."""
+        return self._last or self.refresh()
+
+    @property
+    def name(self) -> str:
+        """The display name."""
+        return self.info["name"]
+
+    @property
+    def state(self) -> str:
+        """`running`, `succeeded`, `failed`, `cancelled`, and of a job more, such as `queued`; asked for now."""
+        return self.refresh()["state"]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has succeeded, failed or been cancelled; asked for now."""
+        return self.state in FINAL
+
+    def wait(
+        self,
+        *,
+        progress: bool = True,
+        timeout_s: float | None = None,
+        cancel_on_interrupt: bool = False,
+        poll_s: float = 1.0,
+    ) -> Self:
+        """Wait for the end. `progress`: show how far it is, as a card in a notebook and as a bar on a terminal. Raises
+        TimeoutError; the job or sweep continues then, as after Ctrl-C unless `cancel_on_interrupt`."""
+        shown = display_of(self) if progress else Silent()
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        try:
+            with shown:
+                while True:
+                    found = self.refresh()
+                    shown.update(self._progress_of(found))
+                    if found["state"] in FINAL:
+                        return self
+                    if deadline is not None and time.monotonic() >= deadline:
+                        raise TimeoutError(f"{self.NOUN} {self.id} is still {found['state']} after {timeout_s:g} s")
+                    time.sleep(poll_s)
+        except KeyboardInterrupt:
+            if cancel_on_interrupt:
+                self.cancel()
+            raise
+
+    def __repr__(self) -> str:
+        known = f" {self._last['name']!r} {self._told(self._last)}" if self._last is not None else ""
+        return f"<{self.NOUN} {self.id}{known}>"
+
+    def __rich_repr__(self) -> Iterator[tuple[str, object]]:
+        yield "id", self.id
+        if self._last is not None:
+            yield from ((field, value) for field, value in self._last.items() if field in self.FIELDS)
+
+    def _repr_html_(self) -> str:
+        """Return it as HTML for a notebook."""
+        with contextlib.suppress(ApiError):  # as it was known last
+            self.refresh()
+        return self._card()
+
+    @abstractmethod
+    def _progress_of(self, record: Record) -> Progress:
+        """Return how far it is."""
+
+    @abstractmethod
+    def _told(self, record: Record) -> str:
+        """Return its state in a few words."""
+
+    @abstractmethod
+    def _card(self) -> str:
+        """Return it as HTML, as it was known last. Every text is escaped; there are no scripts or styles in it."""
