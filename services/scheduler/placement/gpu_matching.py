@@ -64,6 +64,10 @@ class GpuMatcher:
         need = job.gpus.get(pool, ANY)
         return need.places > 1 or bool(self.shared and need.gpus)
 
+    def is_of_one_process(self, job: PlannedJob) -> bool:
+        """Return whether the job needs several trainers of one process."""
+        return self.is_group(job, Pool.TRAINER) and job.gpus[Pool.TRAINER].places > 1
+
     def divides_gpus(self, job: PlannedJob, pool: Pool) -> bool:
         """Return whether trainers that share a GPU count once for the job."""
         return self.is_group(job, pool) and job.gpus[pool].gpus > 0
@@ -158,6 +162,18 @@ class FreeWorkers:
         kinds = self._workers[Pool.TRAINER]
         there = [worker for number in self._matcher.suiting(job, Pool.TRAINER) for worker in kinds[number]]
         return [*self._matcher.added(there, job, Pool.TRAINER, next_to)]
+
+    def processes(self, job: PlannedJob, *there: FreeWorkers) -> list[list[str]]:
+        """Return the trainers of each process that is large enough for a job that needs several places, those with the
+        most trainers in `there` first; an empty choice for another job."""
+        if not self._matcher.is_of_one_process(job):
+            return [[]]
+        kinds, found = self._workers[Pool.TRAINER], dict[str, list[str]]()
+        for number in self._matcher.suiting(job, Pool.TRAINER):
+            found.setdefault(self._matcher.kinds[number].bank, []).extend(kinds[number])
+        ready = {worker for workers in there for worker in workers.all(Pool.TRAINER)}
+        large = [trainers for trainers in found.values() if len(trainers) >= job.needs[Pool.TRAINER]]
+        return sorted(large, key=lambda trainers: -len(ready.intersection(trainers)))
 
     def all(self, pool: Pool) -> list[str]:
         """Return all workers, those with fewer GPUs first."""

@@ -36,12 +36,13 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from opentinker.services.scheduler.placement.gpu_matching import FreeWorkers, GpuMatcher
 from opentinker.services.scheduler.placement.lending import lend
-from opentinker.services.scheduler.placement.planner_state import Reservation, RunningJob, TenantState, Turn
+from opentinker.services.scheduler.placement.planner_state import Reservation, RunningJob, TenantState, Turn, with_end
 from opentinker.services.scheduler.placement.preemption import Preemption
 from opentinker.services.scheduler.placement.quotas import Used, used_up
 from opentinker.services.scheduler.placement.shortages import (
+    NOT_KEPT,
+    HolderTexts,
     called,
-    held_by,
     in_words,
     joined,
     missing,
@@ -106,8 +107,7 @@ class _Planning:
         """A heap; outdated turns are skipped."""
         self.lenders = [one for one in self.begun.values() if one.lent]
         """Jobs with workers that they could do without."""
-        self._holder_texts: dict[tuple[str, int, Pool, Need | None], str] = {}
-        """By tenant, priority, pool and what is needed there; asked for by every job that waits."""
+        self.holders = HolderTexts(self.begun, matcher, self.rules.inference_lend_s)
 
     def run(self) -> PlacementPlan:
         self._stop_used_up()
@@ -274,26 +274,22 @@ class _Planning:
         other = self.reserve and named(self.reserve.job, job.tenant)
         kept = f"what is free is kept for {other}, which waits longer" if other else ""
         self.waiting[job.id] = joined(self._lack(job, short), kept)
-        group = self.free.group(job)
-        soon = self._make_room(
-            job, missing(short, self.coming.count(job, group)), [*group, *self.coming.group(job, group)]
-        )
-        if soon and not missing(job.needs, self.free.count(job)):
+        processes = self.alive.processes(job, self.free, self.coming)
+        soon = next((one for one in processes if self._make_room(job, one)), None)
+        if soon is not None and not missing(job.needs, self.free.count(job)):
             self._begin(job, tenant)
-        elif soon or (not self.reserve and self.now - job.since >= self.rules.reserve_after_s):
-            self._reserve(job, tenant, soon=soon)
+        elif soon is not None:
+            self._reserve(job, tenant, soon, soon=True)
+        elif not self.reserve and self.now - job.since >= self.rules.reserve_after_s:
+            if lasting := with_end(processes, self.begun.values(), job):
+                self._reserve(job, tenant, lasting[0], soon=False)
+            else:
+                self.waiting[job.id] = joined(self.waiting[job.id], NOT_KEPT)
 
     def _lack(self, job: PlannedJob, short: Counts) -> str:
         """Describe missing workers and their holders."""
-        holders = {pool: self._held_by(job, pool) for pool in short}
+        holders = {pool: self.holders.of(job, pool) for pool in short}
         return in_words(dict(short), self._alive(job), job.absent, job.gpus, holders)
-
-    def _held_by(self, job: PlannedJob, pool: Pool) -> str:
-        key = job.tenant, job.priority, pool, job.gpus.get(pool)
-        if key not in self._holder_texts:
-            those = [one.job for one in self.begun.values() if self.matcher.those(one.holds(pool), job, pool)]
-            self._holder_texts[key] = held_by(those, pool, job, self.rules.inference_lend_s)
-        return self._holder_texts[key]
 
     def _begin(self, job: PlannedJob, tenant: TenantState) -> None:
         chosen = tuple(worker for pool, n in job.needs.items() for worker in self.free.take(job, pool, n))
@@ -304,13 +300,13 @@ class _Planning:
         self._count(one)
         self.waiting[job.id] = ""
 
-    def _reserve(self, job: PlannedJob, tenant: TenantState, *, soon: bool) -> None:
-        """Keep free and coming workers, up to its need, for this job and none behind it."""
+    def _reserve(self, job: PlannedJob, tenant: TenantState, process: Sequence[str], *, soon: bool) -> None:
+        """Keep free and coming workers, for this job and none behind it. `process`: see `FreeWorkers.processes`."""
         reserve = Reservation(job)
         for pool, needed in job.needs.items():
-            reserve.free[pool] = self.free.take(job, pool, needed)
+            reserve.free[pool] = self.free.take(job, pool, needed, process)
             rest = needed - len(reserve.free[pool])
-            reserve.coming[pool] = self.coming.take(job, pool, rest, reserve.free[pool])
+            reserve.coming[pool] = self.coming.take(job, pool, rest, process or reserve.free[pool])
             rest -= len(reserve.coming[pool])
             if not soon and pool == Pool.ROLLOUT:
                 lent = [worker for one in self.lenders for worker in self._spared(one, job)]
@@ -322,10 +318,12 @@ class _Planning:
         if not soon:
             self.reserve = reserve
 
-    def _make_room(self, job: PlannedJob, short: dict[Pool, int], group: Sequence[str]) -> bool:
+    def _make_room(self, job: PlannedJob, process: Sequence[str]) -> bool:
         """Cover what is short with what others can do without and what jobs of lower priority hold, and take it from
-        them. Return whether that was enough; otherwise nothing is taken. `group`: trainers of the job's group that are
-        free or coming."""
+        them. Return whether that was enough; otherwise nothing is taken. `process`: see `FreeWorkers.processes`."""
+        there = process or self.free.group(job)
+        short = missing(missing(job.needs, self.free.count(job, process)), self.coming.count(job, there))
+        group = process or [*there, *self.coming.group(job, there)]
         back = 0
         if Pool.ROLLOUT in short:
             lent = sum(len(self._spared(one, job)) for one in self.lenders)

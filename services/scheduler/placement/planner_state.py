@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from opentinker.services.scheduler.placement.gpu_matching import FreeWorkers
 from opentinker.services.scheduler.placement.quotas import Used, over_quota
 from opentinker.services.scheduler.placement.types import LEASED, AddTrainers, AddWorker, Counts, PlannedJob
 from opentinker.shared.tenant_limits import TenantLimits
-from opentinker.shared.types.core import Pool
+from opentinker.shared.types.core import ENDLESS, Pool
 
 Turn = tuple[int, float, float, str, str]
 """Priority, share, age; the job and its tenant."""
@@ -137,3 +137,10 @@ class Reservation:
                     self.owed.remove(worker)
                     lent += 1
         return lent
+
+
+def with_end(processes: Iterable[list[str]], begun: Iterable[RunningJob], job: PlannedJob) -> list[list[str]]:
+    """Return those of `FreeWorkers.processes` in which enough places become free without an interruption."""
+    endless = [one for one in begun if one.job.kind in ENDLESS and not one.requeued]
+    kept = {worker for one in endless for worker in one.own[Pool.TRAINER]}
+    return [one for one in processes if not one or len({*one} - kept) >= job.needs[Pool.TRAINER]]

@@ -6,11 +6,15 @@ import time
 from collections.abc import Mapping, Sequence
 
 from opentinker.services.scheduler.placement.gpu_matching import GpuMatcher
+from opentinker.services.scheduler.placement.planner_state import RunningJob
 from opentinker.services.scheduler.placement.types import GB, NAMES, Counts, Need, PlannedJob
 from opentinker.shared.types.core import ENDLESS, JobRecord, Pool
 
 SHOWN_HOLDERS = 2
 """Holding jobs named to a waiting job's tenant."""
+NOT_KEPT = (
+    "no places are kept for it, since jobs without an end hold too many places of each process that is large enough"
+)
 
 
 def missing(needs: Counts, has: Counts) -> dict[Pool, int]:
@@ -93,6 +97,21 @@ def held_by(jobs: Sequence[PlannedJob], pool: Pool, waiting: PlannedJob, lend_s:
     if lend_s and any(job.kind == "inference" and job.priority <= waiting.priority for job in endless):
         text += f"; an inference job lends its workers after {lend_s:g} s without requests"
     return text
+
+
+class HolderTexts:
+    """`held_by` for the jobs that wait, computed once for those of a tenant and priority with the same need."""
+
+    def __init__(self, begun: Mapping[str, RunningJob], matcher: GpuMatcher, lend_s: float) -> None:
+        self._begun, self._matcher, self._lend_s = begun, matcher, lend_s
+        self._texts: dict[tuple[str, int, Pool, Need | None], str] = {}
+
+    def of(self, job: PlannedJob, pool: Pool) -> str:
+        key = job.tenant, job.priority, pool, job.gpus.get(pool)
+        if key not in self._texts:
+            those = [one.job for one in self._begun.values() if self._matcher.those(one.holds(pool), job, pool)]
+            self._texts[key] = held_by(those, pool, job, self._lend_s)
+        return self._texts[key]
 
 
 def next_try(job: PlannedJob) -> str:

@@ -10,6 +10,7 @@ import pytest
 from opentinker.services.scheduler.placement.cluster_view import Cluster
 from opentinker.services.scheduler.placement.planner import plan
 from opentinker.services.scheduler.placement.shared_bases import UNCLEAR
+from opentinker.services.scheduler.placement.shortages import NOT_KEPT
 from opentinker.services.scheduler.placement.trainer_groups import group_of
 from opentinker.services.scheduler.placement.types import AddTrainers, Gpus, Need, PlacementPlan, Preempt, Rules, Start
 from opentinker.shared.runtime.worker_info import worker_info
@@ -228,6 +229,44 @@ def test_places_that_a_long_waiting_job_needs_are_kept_for_it() -> None:
     has = [leases("j-1", found[0])]
     assert all_chosen(placed(found, [running, wide, later], has)) == {"j-3": ("shared-0.1",)}
     assert all_chosen(placed(found, [running, wide, later], has, now=LONG)) == {}
+
+
+def test_places_are_kept_only_in_a_process_that_is_large_enough() -> None:
+    """The one that becomes free in the large process is kept, and not the two of the small one."""
+    small, large = workers("shared-0", jobs=2), workers("shared-1", jobs=4)
+    running = [record(f"j-{n}", "a", JobState.RUNNING) for n in range(3)]
+    has = [leases(one.id, worker) for one, worker in zip(running, large, strict=False)]
+    later = [msgspec.structs.replace(record(f"j-{n}", "a"), since=LONG - 1.0, created=LONG - 1.0) for n in (6, 7, 8)]
+    found = placed([*small, *large], [*running, game("j-5", "a", 3), *later], has, now=LONG)
+    assert all_chosen(found) == {"j-6": ("shared-0.0",)}
+
+
+def test_places_of_jobs_without_an_end_do_not_become_free() -> None:
+    first, second = workers("shared-0"), workers("shared-1")
+    endless = msgspec.structs.replace(record("j-1", "a", JobState.RUNNING), kind="tinker")
+    running = [record(f"j-{n}", "a", JobState.RUNNING) for n in (2, 3)]
+    has = [leases("j-1", first[0]), leases("j-2", second[0]), leases("j-3", second[1])]
+    later = [msgspec.structs.replace(record(f"j-{n}", "a"), since=LONG - 1.0, created=LONG - 1.0) for n in (6, 7, 8)]
+    found = placed([*first, *second], [endless, *running, game("j-5", "a", 3), *later], has, now=LONG)
+    assert all_chosen(found) == {"j-6": ("shared-0.1",), "j-7": ("shared-0.2",)}
+    found = placed(first, [endless, game("j-5", "a", 3), later[0]], has[:1], now=LONG)
+    assert all_chosen(found) == {"j-6": ("shared-0.1",)}, "it could not have all three"
+    assert found.waiting["j-5"].endswith("; " + NOT_KEPT)
+
+
+@pytest.mark.parametrize("small", [2, 4])
+def test_jobs_are_interrupted_where_all_places_can_be_had(small: int) -> None:
+    """Though another process has a free place: it is too small, or its jobs are as urgent."""
+    sizes = {"small": small, "large": 4}
+    banks = [bank for bank, size in sizes.items() for _ in range(size)]
+    gpus = {f"trainer-{n}": Gpus(base="a", bank=bank) for n, bank in enumerate(banks)}
+    same = [held(f"same-{n}", f"trainer-{n}", gpus=A, priority=5, **ALONE) for n in range(1, small)]
+    low = [held(f"low-{n}", f"trainer-{n}", gpus=A, **ALONE) for n in range(small, small + 4)]
+    need = {TRAINER: Need(base="a", places=3)}
+    wants = job("urgent", priority=5, gpus=need, needs={TRAINER: 3}, most=0)
+    found = planned(*same, *low, wants, trainers=small + 4, gpus=gpus)
+    assert len(found.decisions) == 3 and all(isinstance(one, Preempt) for one in found.decisions)
+    assert {one.job for one in found.decisions} <= {one[0].id for one in low}
 
 
 def test_nothing_is_placed_on_a_process_that_has_died_while_its_successor_begins_to_report() -> None:
