@@ -98,6 +98,7 @@ class JointProgress:
         which each epoch of the policy began."""
         self._made[policy] = self._visible[policy] = step
         self._resumed[policy] = dict(resumed or {})
+        self.ratings.resume(policy, self._resumed[policy])
         if self._made.keys() != self._steps.keys():
             return None
         self._restored.set()

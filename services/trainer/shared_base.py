@@ -55,6 +55,8 @@ class SharedBase:
         self._jobs = 0
         self._ended_leads: defaultdict[tuple[str, int], asyncio.Event] = defaultdict(asyncio.Event)
         """By job and epoch, for the other places of its group."""
+        self._leads: set[tuple[str, int]] = set()
+        """Those under way."""
         self.cpu = CpuShares()
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -74,16 +76,24 @@ class SharedBase:
     @contextmanager
     def leading(self, lease: Lease) -> Iterator[None]:
         """Train the job of a lease, in all places of its group."""
-        ended = self._ended_leads[lease.job, lease.epoch]
+        key = lease.job, lease.epoch
+        ended = self._ended_leads[key]
+        self._leads.add(key)
         try:
             yield
         finally:
             ended.set()
-            del self._ended_leads[lease.job, lease.epoch]
+            self._leads.remove(key)
+            del self._ended_leads[key]
 
     async def until_ended(self, lease: Lease) -> None:
         """Wait for the end of `leading` for the lease's job."""
-        await self._ended_leads[lease.job, lease.epoch].wait()
+        key = lease.job, lease.epoch
+        try:
+            await self._ended_leads[key].wait()
+        finally:
+            if key not in self._leads:  # it ended before this place had its lease, or it does not begin
+                self._ended_leads.pop(key, None)
 
     @asynccontextmanager
     async def bank_for(self, job: str, spec: JobSpec) -> AsyncIterator[BankLoop]:

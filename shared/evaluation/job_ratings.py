@@ -37,23 +37,70 @@ class JobRatings:
         self._trained: Results = {}
         self._evaluated: dict[str, dict[str, Counts]] = {}
         """By player and opponent, of the newest complete evaluation of each version."""
+        self._resumed: dict[str, dict[int, int]] = {}
+        """By policy, see `resume`."""
+        self._restored: list[tuple[float, str, Results]] = []
+        """Time, evaluated player and results of lines that are not counted yet."""
+
+    def restore(self, lines: Iterable[tuple[float, str, Results]]) -> None:
+        """Take over a policy's results from before a restart. Those of all policies are counted by time at the first
+        use. `lines`: time, evaluated player (empty: matches of training) and results."""
+        self._restored += lines
+
+    def resume(self, policy: str, resumed: Mapping[int, int]) -> None:
+        """`resumed`: step at which each epoch of the policy began."""
+        self._resumed[policy] = dict(resumed)
+
+    def _count_restored(self) -> None:
+        lines, self._restored = sorted(self._restored, key=lambda line: line[0]), []
+        for _, player, results in lines:
+            if player:
+                self.add_evaluation(player, {opponent: counts for (_, opponent), counts in results.items()})
+            else:
+                self._add(results)
 
     def add_matches(self, policy: str, matches: Iterable[MatchResult]) -> None:
         """Add matches of training as a policy has reported them."""
+        self._count_restored()
+        self._add(self.count_matches(policy, matches))
+
+    def count_matches(self, policy: str, matches: Iterable[MatchResult]) -> Results:
+        """Return the results of matches by pair of players."""
+        found: Results = {}
         for match in matches:
             player = version_name(policy, WeightVersion.parse(match.version))
             for name, met in match.opponents.items():
-                opponent = self._player_of(name, met.version)
-                if opponent == player:  # a member of a pool that the policy has not trained away from yet
-                    continue
                 games = SHARED if name in self._policies else 1.0
-                outcome = tuple(games * (met.outcome == one) for one in (1.0, DRAWN, 0.0))
-                won, drawn, lost = self._trained.get((player, opponent), NONE)
-                self._trained[player, opponent] = (won + outcome[0], drawn + outcome[1], lost + outcome[2])
+                pair = player, self._player_of(name, met.version)
+                won, drawn, lost = (games * (met.outcome == one) for one in (1.0, DRAWN, 0.0))
+                had = found.get(pair, NONE)
+                found[pair] = (had[0] + won, had[1] + drawn, had[2] + lost)
+        return found
+
+    def _add(self, results: Results) -> None:
+        for (one, other), (won, drawn, lost) in results.items():
+            player, opponent = self._same(one), self._same(other)
+            if opponent != player:  # else a member of a pool that the policy has not trained away from yet
+                had = self._trained.get((player, opponent), NONE)
+                self._trained[player, opponent] = (had[0] + won, had[1] + drawn, had[2] + lost)
                 self._note(player, opponent)
+
+    def _same(self, player: str) -> str:
+        """Return the name of a version under which its weights played first: a trainer that resumes publishes those of
+        the checkpoint under its own epoch."""
+        policy, mark, version = player.partition("@")
+        resumed = self._resumed.get(policy)
+        if not mark or not resumed:
+            return player
+        epoch, step = WeightVersion.parse(version).epoch, WeightVersion.parse(version).step
+        while resumed.get(epoch) == step and (earlier := [one for one in resumed if one < epoch]):
+            epoch = max(earlier)
+        return version_name(policy, WeightVersion(epoch, step))
 
     def add_evaluation(self, player: str, results: Mapping[str, Counts]) -> None:
         """Set the results of a version in an evaluation, by opponent."""
+        self._count_restored()
+        player, results = self._same(player), {self._same(opponent): counts for opponent, counts in results.items()}
         self._evaluated[player] = {opponent: counts for opponent, counts in results.items() if opponent != player}
         self._note(player, *self._evaluated[player])
 
@@ -61,12 +108,13 @@ class JobRatings:
         """Return the rating of a version whose evaluation has these results, relative to `anchor`; None without games
         that connect the two. May run in a thread, on a `copy`."""
         self.add_evaluation(player, results)
-        found = fit_ratings(self.results(), {anchor: 0.0}).players.get(player)
+        found = fit_ratings(self.results(), {anchor: 0.0}).players.get(self._same(player))
         return found if found is not None and found.anchored else None
 
     def results(self) -> Results:
         """Return the results by pair of players; games of a version against itself, as a member of a pool, say nothing
         of its strength."""
+        self._count_restored()
         found = dict(self._trained)
         for player, results in self._evaluated.items():
             for opponent, counts in results.items():
@@ -75,7 +123,9 @@ class JobRatings:
         return {pair: counts for pair, counts in found.items() if any(counts) and pair[0] != pair[1]}
 
     def copy(self) -> JobRatings:
+        self._count_restored()
         copied = JobRatings(self._policies, self._pools)
+        copied._resumed = dict(self._resumed)
         copied._versions, copied._trained = dict(self._versions), dict(self._trained)
         copied._evaluated = {player: dict(results) for player, results in self._evaluated.items()}
         return copied

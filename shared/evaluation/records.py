@@ -18,7 +18,7 @@ import structlog
 
 from opentinker.shared.data.step_log import StepLog, lineage, metric_prefix
 from opentinker.shared.durable_files import make_directories, replace_durably
-from opentinker.shared.evaluation.job_ratings import MAX_RATED, Counts, JobRatings, version_name
+from opentinker.shared.evaluation.job_ratings import MAX_RATED, Counts, JobRatings, Results, version_name
 from opentinker.shared.evaluation.validation_metrics import OUTCOMES, validation_metrics
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.runtime.telemetry import MetricSource
@@ -125,12 +125,15 @@ class Evaluations:
         self.steps = {line["step"] for line in lines}
         complete = [line for line in lines if not line.get("val/missing")]
         games: list[dict[str, Any]] = lineage(self._home / MATCHES, resumed, step, TAIL) if lines else []
-        for line in sorted([*complete[-MAX_RATED:], *games[-MAX_RATED:]], key=lambda line: int(line["step"])):
-            if "matches" in line:
-                self._ratings.add_matches(self._policy, msgspec.convert(line["matches"], list[MatchResult]))
-            else:
-                player = version_name(self._policy, WeightVersion.parse(line["version"]))
-                self._ratings.add_evaluation(player, _games_of(line, line.get("players", {})))
+        results: list[tuple[float, str, Results]] = []
+        for line in games[-MAX_RATED:]:
+            matches = msgspec.convert(line["matches"], list[MatchResult])
+            results.append((line["time"], "", self._ratings.count_matches(self._policy, matches)))
+        for line in complete[-MAX_RATED:]:
+            player = version_name(self._policy, WeightVersion.parse(line["version"]))
+            games_of = _games_of(line, line.get("players", {}))
+            results.append((line["time"], player, {(player, other): counts for other, counts in games_of.items()}))
+        self._ratings.restore(results)
         self.last = {name: value for name, value in complete[-1].items() if name.startswith("val/")} if complete else {}
 
     async def rate(

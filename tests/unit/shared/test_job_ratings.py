@@ -103,3 +103,29 @@ async def test_a_restarted_trainer_knows_the_results_of_the_steps_that_count(tmp
     ratings = JobRatings(["a", "b"])
     Evaluations(bus, "j", tmp_path, event, event, "a", ratings).restore({1: 0, 2: 2}, 3)
     assert ratings.results() == {("a@0.0", "b@1.1"): (1.0, 0.0, 0.0)}, "step 4 was rolled back, step 2 is incomplete"
+
+
+def test_weights_that_a_restarted_trainer_publishes_again_are_the_same_player() -> None:
+    """Results of all policies count by time, whichever policy restores them first."""
+    ratings = JobRatings(["a", "b"])
+    evaluated = {("a@1.10", "b@1.10"): EVEN, ("a@1.10", BOT): EVEN}
+    ratings.resume("a", {1: 0, 2: 10, 3: 10})
+    ratings.restore([(3.0, "a@1.10", evaluated)])
+    ratings.restore([(2.0, "", {("b@1.10", "a@1.9"): (1, 0, 0)})])
+    ratings.resume("b", {1: 0, 3: 10})
+    ratings.add_matches("a", matches("3.10", 2, 0, 0, b="3.10"))
+    ratings.add_evaluation("b@3.10", {"a@2.10": EVEN})
+    assert ratings.results() == {
+        ("a@1.10", "b@1.10"): (51, 0, 50), ("a@1.10", BOT): EVEN,
+        ("b@1.10", "a@1.9"): (1, 0, 0), ("b@1.10", "a@1.10"): EVEN,
+    }  # fmt: skip
+    assert elo(ratings, "b@3.10", {"a@3.10": EVEN}) is not None
+
+
+def test_versions_that_played_last_are_kept_of_all_restored_policies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_ratings, "MAX_RATED", 2)
+    ratings = JobRatings(["a", "b"])
+    for policy, times in (("a", (1.0, 4.0)), ("b", (2.0, 3.0))):
+        lines = [(at, f"{policy}@1.{at:.0f}", {(f"{policy}@1.{at:.0f}", BOT): EVEN}) for at in times]
+        ratings.restore(lines)
+    assert {player for player, _ in ratings.results()} == {"b@1.3", "a@1.4"}

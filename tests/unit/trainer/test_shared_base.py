@@ -15,6 +15,7 @@ import pytest
 from opentinker.services.trainer import shared_base
 from opentinker.services.trainer.shared_base import SharedBase
 from opentinker.shared.spec import JobSpec
+from opentinker.shared.types.core import Lease, Pool
 from opentinker.shared.types.errors import JobFailed
 from tests.conftest import WAIT_S, until
 from tests.support.factories import make_spec
@@ -175,3 +176,16 @@ async def test_a_base_whose_files_have_changed_is_loaded_again(process: Process,
                 raise AssertionError
     async with process.bank_for("j-3", on(str(model))), process.bank_for("j-4", on(str(model))):
         assert len(process.loads) == 2 and process.loads[0].is_closed
+
+
+async def test_a_place_that_comes_after_its_group_has_ended_leaves_nothing_behind(process: Process) -> None:
+    lease = Lease(job="j", worker="w", incarnation="i", epoch=1, pool=Pool.TRAINER)
+    with process.leading(lease):
+        other = asyncio.create_task(process.until_ended(lease))
+        await asyncio.sleep(0)
+    await asyncio.wait_for(other, WAIT_S)
+    late = asyncio.create_task(process.until_ended(lease))
+    await asyncio.sleep(0)
+    late.cancel()
+    await asyncio.wait([late])
+    assert process._ended_leads == {}
