@@ -31,10 +31,12 @@ def shared_bases(
             processes.setdefault(worker.bank, []).append(worker)
     bases = dict[str, str]()
     of_process = {name: _base_of(members, leased, wanted) for name, members in processes.items()}
-    sizes = [(of_process[name], len(members)) for name, members in processes.items()]
+    endless = {job.id for job in jobs if job.kind in ENDLESS}
+    stay = {lease.worker for lease in leases if lease.job in endless}
+    sizes = [(of_process[name], sum(one.id not in stay for one in members)) for name, members in processes.items()]
     due = _due_need(jobs, needs, sizes, waits_since)
     large = {name: members for name, members in processes.items() if due and len(members) >= due.places}
-    drained = _drained(large, leased, of_process, {job.id for job in jobs if job.kind in ENDLESS})
+    drained = _drained(large, leased, of_process, endless)
     for name, members in processes.items():
         base = of_process[name]
         if not base and lost:
@@ -57,7 +59,8 @@ def _due_need(
     jobs: Sequence[JobRecord], needs: Mapping[str, Need | None], sizes: Sequence[tuple[str, int]], waits_since: float
 ) -> Need | None:
     """Return what the first queued job needs that has waited long while no process of its base has enough places;
-    nothing if there is none, or no process of any base has. `sizes`: base and places of each process."""
+    nothing if there is none, or no process of any base has. `sizes`: base of each process, and its places without
+    those that jobs without an end hold."""
     most = max((places for _, places in sizes), default=0)
     queued = [job for job in jobs if job.state == JobState.QUEUED and job.since < waits_since]
     fit = [job for job in queued if (need := needs[job.id]) and need.places <= most]

@@ -301,3 +301,12 @@ def test_a_base_that_is_there_is_due_if_its_process_is_too_small() -> None:
     has = [leases("j-1", large[0]), leases("j-4", small[0])]
     assert all_chosen(placed([*small, *large], jobs, has)) == {"j-3": ("trainer-1.1",)}
     assert all_chosen(placed([*small, *large], jobs, has, now=LONG)) == {}
+
+
+def test_a_base_that_is_there_is_due_if_a_job_without_an_end_holds_a_place_that_is_needed() -> None:
+    first, second = workers("trainer-0"), workers("trainer-1")
+    endless = msgspec.structs.replace(record("j-1", "a", JobState.RUNNING), kind="tinker")
+    has = [leases("j-1", first[0]), leases("j-4", second[0])]
+    jobs = [endless, record("j-4", "b", JobState.RUNNING), game("j-2", "a", 3), record("j-3", "b")]
+    assert all_chosen(placed([*first, *second], jobs, has)) == {"j-3": ("trainer-1.1",)}
+    assert all_chosen(placed([*first, *second], jobs, has, now=LONG)) == {}
