@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from pathlib import Path
 from typing import NotRequired, TypedDict
-
-import orjson
 
 FILE = Path(__file__).with_name("examples.json")
 
@@ -24,7 +23,7 @@ class Example(TypedDict):
 @cache
 def examples() -> dict[str, Example]:
     """Return the examples by name. Blocking the first time."""
-    found: dict[str, Example] = orjson.loads(FILE.read_bytes())
+    found: dict[str, Example] = json.loads(FILE.read_bytes())
     return found
 
 
