@@ -134,7 +134,7 @@ async def test_every_view_fits_a_phone_and_is_reached_by_keys(opened: Open, http
         await expect(tab.page.locator("h1")).to_have_count(1)
     await tab.go()
     await tab.shows(job)
-    for _ in range(20):
+    for _ in range(40):
         await tab.page.keyboard.press("Tab")
         if await tab.page.evaluate("document.activeElement.getAttribute('href')") == f"#/jobs/{job}":
             break

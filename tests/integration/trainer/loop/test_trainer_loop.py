@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 import pytest
 
-from opentinker.services.trainer import checkpoint, service
+from opentinker.services.trainer import checkpoint, job_training, service
 from opentinker.services.trainer.learners.base import SimulatedLearner
 from opentinker.services.trainer.rl_loop import TrainerJob
 from opentinker.shared.config import Settings
@@ -334,7 +334,7 @@ async def test_a_learner_is_closed_despite_repeated_cancels(monkeypatch: pytest.
         def close(self) -> None:
             closed.set()
 
-    monkeypatch.setattr(service, "TrainerJob", Job)
+    monkeypatch.setattr(job_training, "TrainerJob", Job)
     monkeypatch.setattr(service, "make_learner", lambda spec, listener: Closes(spec))
     spec = make_spec(train={"learner": "simulated", "steps": 1})
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
