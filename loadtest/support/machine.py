@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import time
@@ -9,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import orjson
+import psutil
 
 QUIET_CORES = 0.15
 """Others may use so much of the machine; beyond it a missed target says little."""
@@ -30,14 +32,23 @@ def own_s() -> float:
     return sum(used.ru_utime + used.ru_stime for used in map(resource.getrusage, kinds))
 
 
+def _below_s() -> float:
+    """Of living processes below this one, such as the fork server of services, with those that they have waited for."""
+    found = 0.0
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += sum(process.cpu_times()[:4])
+    return found
+
+
 class Others:
-    """Cores that others use from its making until `stop`, when all processes of the test have ended."""
+    """Cores that others use from its making until `stop`, when the services of the test have ended."""
 
     def __init__(self) -> None:
-        self._own, self._everybody, self._began = own_s(), _everybody_s(), time.perf_counter()
+        self._own, self._everybody, self._began = own_s() + _below_s(), _everybody_s(), time.perf_counter()
 
     def stop(self) -> float:
-        used = _everybody_s() - self._everybody - (own_s() - self._own)
+        used = _everybody_s() - self._everybody - (own_s() + _below_s() - self._own)
         return max(0.0, used / (time.perf_counter() - self._began))
 
 
