@@ -7,12 +7,12 @@ and says how busy it was; on a quiet one it fails.
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from statistics import median
 
 import pytest
 from playwright.async_api import expect
 
+from loadtest.support.machine import QUIET_CORES, Others
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.state.store import Store
 from tests.conftest import Figure, until
@@ -27,8 +27,6 @@ BATCH = 100
 """Jobs that are stored at the same time."""
 ROUNDS = 5
 SAMPLE_S = 2.0
-QUIET = 0.25
-"""Largest share of the processors that others may use on a quiet machine."""
 FRAME_MS = 17.0
 DESKTOP = {"width": 1400, "height": 900}
 FRAMES = """(px) => new Promise((done) => {
@@ -64,28 +62,22 @@ Aims = dict[str, tuple[float, float]]
 """By what was measured: the value, and what it must not exceed."""
 
 
-async def use_of_processors() -> float:
-    """Share of the processors that is in use while this test does nothing."""
-
-    def ticks() -> tuple[int, int]:
-        parts = [int(part) for part in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-        return sum(parts), parts[3] + parts[4]
-
-    all_before, idle_before = ticks()
+async def cores_of_others() -> float:
+    """Cores that others use while this test, with its scheduler and servers, waits."""
+    others = Others()
     await asyncio.sleep(SAMPLE_S)
-    all_after, idle_after = ticks()
-    return 1.0 - (idle_after - idle_before) / max(1, all_after - all_before)
+    return others.stop()
 
 
 async def judge(tab: Tab, aims: Aims, busy_before: float) -> None:
     """Fail on a missed aim; skip if others have used the processors before or after."""
     missed = [f"{name} {value:.1f} ms, aim {aim:.0f} ms" for name, (value, aim) in aims.items() if value > aim]
     await tab.page.goto("about:blank")
-    busy = max(busy_before, await use_of_processors())
+    busy = max(busy_before, await cores_of_others())
     blank = median(await tab.page.evaluate(FRAMES, 0))
-    if missed and (busy > QUIET or blank > FRAME_MS):
+    if missed and (busy > QUIET_CORES or blank > FRAME_MS):
         pytest.skip(
-            f"not judged: others use {busy:.0%} of the processors (quiet: up to {QUIET:.0%}), frames of a blank page"
+            f"not judged: others use {busy:.2f} cores (quiet: up to {QUIET_CORES}), frames of a blank page"
             f" take {blank:.1f} ms; missed here: {'; '.join(missed)}"
         )
     assert not missed, "; ".join(missed)
@@ -98,7 +90,7 @@ async def test_five_thousand_jobs_scroll_smoothly_and_are_filtered_at_once(
     for first in range(0, JOBS, BATCH):
         rows = [(f"j-{n:010}", {**spec, "name": f"run {n}"}) for n in range(first, first + BATCH)]
         await asyncio.gather(*(store.create_job(id=id, spec=row, tenant="default") for id, row in rows))
-    busy = await use_of_processors()
+    busy = await cores_of_others()
     paints = []
     for _ in range(ROUNDS):
         tab = await opened(http.url, viewport=DESKTOP)
@@ -121,7 +113,7 @@ async def test_five_thousand_jobs_scroll_smoothly_and_are_filtered_at_once(
     figure(
         f"{JOBS} jobs: first paint {median(paints):.0f} ms, frames p50 {median(frames):.1f} ms, p95 {p95:.1f} ms,"
         f" a filter {median(asked):.0f} ms by the server, {median(listed):.0f} ms of listed jobs;"
-        f" others used {busy:.0%} of the processors"
+        f" others used {busy:.2f} cores"
     )
     aims = {
         "first paint": (median(paints), 500.0),
@@ -141,7 +133,7 @@ async def test_twenty_long_runs_are_compared_within_a_second(
         trainer = Trainer(bus, job)
         for step in range(1, POINTS + 1):
             await trainer.says(step, {"reward/mean": step / POINTS, "loss": 1.0 / step})
-    busy = await use_of_processors()
+    busy = await cores_of_others()
     tab = await opened(http.url, viewport=DESKTOP)
     took = []
     for _ in range(ROUNDS):
@@ -149,5 +141,5 @@ async def test_twenty_long_runs_are_compared_within_a_second(
         await tab.page.locator("h1", has_text="Cluster").wait_for(state="attached")
         hash = f"#/compare/{','.join(f'j-{number:010}' for number in range(RUNS))}"
         took.append(await tab.page.evaluate(COMPARED, [hash, RUNS]))
-    figure(f"comparison of {RUNS} runs of {POINTS} points: {median(took):.0f} ms; others used {busy:.0%}")
+    figure(f"comparison of {RUNS} runs of {POINTS} points: {median(took):.0f} ms; others used {busy:.2f} cores")
     await judge(tab, {"a comparison": (median(took), 1000.0)}, busy)
