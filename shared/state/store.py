@@ -39,6 +39,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.maint_notifications import MaintNotificationsConfig
 
 from opentinker.shared.asyncio_tools import await_cancellable
+from opentinker.shared.state.active_jobs import ACTIVE, ActiveJobs
 from opentinker.shared.state.idempotency import KEPT_S, job_key, other_body, sweep_key
 from opentinker.shared.state.job_rows import jobs_key, label_fields
 from opentinker.shared.state.job_scripts import CREATE, PLACE, TRANSITION, UPDATE
@@ -78,6 +79,7 @@ class Store(LeaseTable):
     def __init__(self, redis: Any) -> None:
         # redis-py types every reply as bytes or str; ours are str (decode_responses).
         super().__init__(redis)
+        self._active = ActiveJobs(redis, self.jobs)
         self._transition = Script(redis, TRANSITION)
         self._place = Script(redis, LED + PLACE)
         self._update = Script(redis, LED + UPDATE)
@@ -164,7 +166,7 @@ class Store(LeaseTable):
         queued = _event("queued", now, state=JobState.QUEUED.value)
         idem, of_sweep = job_key(tenant, idempotency or id), sweep_key(tenant, idempotency or id)
         answer = await self._create(
-            keys=[f"job:{id}", f"job:{id}:events", jobs_key(tenant), "jobs:active", idem, f"job:{id}:states", of_sweep],
+            keys=[f"job:{id}", f"job:{id}:events", jobs_key(tenant), ACTIVE, idem, f"job:{id}:states", of_sweep],
             args=[id, now, orjson.dumps(fields).decode(), queued, body_hash if idempotency else "", KEPT_S, leader],
         )
         if answer[0] == "differs":
@@ -214,8 +216,11 @@ class Store(LeaseTable):
 
     async def active_jobs(self) -> list[JobRecord]:
         """Jobs not in a final state, oldest first."""
-        records = await self.jobs(sorted(await self.redis.smembers("jobs:active")))
-        return sorted(records, key=lambda record: record.created)
+        return await self._active.all()
+
+    async def held_jobs(self) -> list[JobRecord]:
+        """Jobs that have begun and are not over, oldest first: a fraction of the active ones where many wait."""
+        return await self._active.held()
 
     async def ending_jobs(self) -> list[str]:
         """Jobs in a final state that `ended` has not been called for."""
@@ -250,7 +255,7 @@ class Store(LeaseTable):
         if new.final:
             fields.setdefault("finished", now)
         line = _event(event or new.value, now, state=new.value, epoch=epoch, **fields, **(detail or {}))
-        keys = [f"job:{id}", f"job:{id}:events", "jobs:active", "jobs:ending", _op(id), f"job:{id}:states"]
+        keys = [f"job:{id}", f"job:{id}:events", ACTIVE, "jobs:ending", _op(id), f"job:{id}:states"]
         args = [id, ",".join(allowed), new.value, epoch, now, _fields(fields), line]
         if leader == UNFENCED and not leases:
             answer = await self._transition(keys=keys, args=args)

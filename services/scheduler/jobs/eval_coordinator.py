@@ -67,7 +67,7 @@ class EvalCoordinator:
             await self._tasks.cancel()
 
     async def reconcile(self) -> None:
-        held = {job.id: job for job in await self.ctx.store.active_jobs() if job.state.held and job.kind == "eval"}
+        held = {job.id: job for job in await self.ctx.store.held_jobs() if job.kind == "eval"}
         await self._tasks.keep(held, lambda id: self._evaluate(held[id]))
 
     async def _evaluate(self, job: JobRecord) -> None:

@@ -80,7 +80,7 @@ class TicketIssuer:
                     await wait_event(self._wake, self._poll_s)
 
     async def _held(self) -> list[JobRecord]:
-        return [job for job in await self.store.active_jobs() if job.state.held and job.kind == "rl"]
+        return [job for job in await self.store.held_jobs() if job.kind == "rl"]
 
     async def issue(self) -> bool:
         """One portion per job. True if a job may have room for more."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -20,7 +21,8 @@ NAMED = 3
 async def view_of(
     ctx: Context, cluster: Cluster, jobs: Sequence[JobRecord], starting: Mapping[str, Slot] | None = None
 ) -> ClusterView:
-    """Return the planner's view of these jobs, now. The arguments are those of `Cluster.view`."""
+    """Return the planner's view of these jobs, now. The arguments are those of `Cluster.view`, which runs in a thread:
+    of thousands of jobs it takes long, and requests are answered by the same process."""
     settings = ctx.settings
     rules = Rules(
         reserve_after_s=settings.queue_reserve_after_s,
@@ -30,7 +32,10 @@ async def view_of(
         inference_lend_s=settings.inference_lend_s,
     )
     used = await _used_today(ctx, {job.tenant for job in jobs})
-    return cluster.view(jobs, now=time.time(), limits=settings.tenants, used=used, rules=rules, starting=starting)
+    starting = dict(starting or {})  # which others change meanwhile
+    return await asyncio.to_thread(
+        cluster.view, jobs, now=time.time(), limits=settings.tenants, used=used, rules=rules, starting=starting
+    )
 
 
 async def _used_today(ctx: Context, tenants: Iterable[str]) -> dict[str, Used]:

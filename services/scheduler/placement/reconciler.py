@@ -72,6 +72,8 @@ log = structlog.get_logger()
 POLL_S = 0.5
 IDLE_FACTOR = 4.0
 """Times what a round took: the least interval before the next one."""
+QUEUE_S = 0.001
+"""The interval may be so much longer per job that waits."""
 CHARGE_S = 2.0
 """Interval at which usage of leases is counted."""
 MAX_WAITING_UPDATES = 100
@@ -99,6 +101,8 @@ class Reconciler:
         self.watch = WorkerWatch(ctx, leader, clock)
         self.nats_grace_s = nats_grace_s
         self._charged_at = float("-inf")
+        self._waiting = 0
+        """Jobs in the queue at the last round."""
 
     async def run(self) -> None:
         async with self.ctx.bus.wakes(self._wake, WAKE, who="scheduler"):
@@ -106,8 +110,8 @@ class Reconciler:
                 self._wake.clear()
                 began = time.monotonic()
                 await self.reconcile()
-                # However many wake us: requests are answered by the same process.
-                await sleep(min(POLL_S, IDLE_FACTOR * (time.monotonic() - began)))
+                # However many wake us, and however many wait: requests are answered by the same process.
+                await sleep(min(POLL_S + QUEUE_S * self._waiting, IDLE_FACTOR * (time.monotonic() - began)))
                 await wait_event(self._wake, POLL_S)
 
     async def reconcile(self) -> int:
@@ -117,15 +121,10 @@ class Reconciler:
         await self._revoke_others(cluster, jobs)
         kept = [await self._check_leases(job, cluster) if job.state.held else job for job in jobs]
         active = {job.id: job for job in kept if job.state.held or job.state == JobState.QUEUED}
+        self._waiting = sum(not job.state.held for job in active.values())
         early = await self._hold_back_followers(active, cluster)
-        planned = planner.plan(
-            await view_of(
-                self.ctx,
-                cluster,
-                [job for job in active.values() if not job.asleep and job.id not in early],
-                self._starting,
-            )
-        )
+        awake = [job for job in active.values() if not job.asleep and job.id not in early]
+        planned = await asyncio.to_thread(planner.plan, await view_of(self.ctx, cluster, awake, self._starting))
         for decision in planned.decisions:
             with _log_if_ended(decision.job):
                 active[decision.job] = await self._carry_out(decision, active, cluster)
