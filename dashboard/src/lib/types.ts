@@ -149,6 +149,8 @@ export interface About {
   settings: { properties?: Record<string, Json>; required?: string[] };
   bots: string[];
   can_fork: boolean;
+  /** An episode as text, and who played it; empty if there is none. */
+  example: string;
 }
 
 /** What one seat sees next in an episode that a person plays. */

@@ -22,7 +22,7 @@ async def test_an_environment_is_read_and_played(opened: Open, http: Http, worke
     await expect(tab.page.locator("h1")).to_have_text("copy_digits")
     digits = tab.page.locator("tr", has_text="digits").first
     await expect(digits).to_contain_text("integer")
-    await tab.shows("opentinker env check copy_digits --save")
+    await tab.shows("Played by its scripted expert")
     config = tab.page.get_by_label("Config, as JSON")
     await config.fill("[3]")
     await tab.page.get_by_role("button", name="Begin").click()

@@ -5,7 +5,7 @@ import { useState } from "preact/hooks";
 import { useAsked, useMay } from "../../hooks.ts";
 import { configOf, settingsOf, type Setting } from "../../lib/settings.ts";
 import { job as path } from "../../lib/api.ts";
-import type { About, Check, CheckSummary, JobDetail, Json } from "../../lib/types.ts";
+import type { About, JobDetail, Json } from "../../lib/types.ts";
 import { bytes, counted, moment } from "../../lib/words.ts";
 import { Empty, Facts, Said, Table, type Column } from "../../parts.tsx";
 import { Play, type Start } from "./play.tsx";
@@ -36,7 +36,7 @@ export function EnvironmentView({ name }: { name: string }): JSX.Element {
       </section>
       {about && <Settings about={about} />}
       {versions.value && <Versions of={versions.value.versions} />}
-      <Example name={name} />
+      {about && <Example name={name} text={about.example} />}
       {about && <OwnEpisode name={name} />}
     </>
   );
@@ -89,16 +89,12 @@ function Settings({ about }: { about: About }): JSX.Element {
   );
 }
 
-function Example({ name }: { name: string }): JSX.Element | null {
-  const checks = useAsked<{ checks: CheckSummary[] }>("/v1/checks");
-  const found = checks.value?.checks.find((one) => one.environment === name);
-  const { value } = useAsked<Check>(found ? `/v1/checks/${encodeURIComponent(found.id)}` : null);
-  if (!checks.value) return null;
+function Example({ name, text }: { name: string; text: string }): JSX.Element {
   return (
     <section class="card">
       <h2>An episode</h2>
-      {value?.report.transcript ? (
-        <pre>{value.report.transcript}</pre>
+      {text ? (
+        <pre>{text}</pre>
       ) : (
         <Empty>
           <code>opentinker env check {name} --save</code> plays one, checks it, and shows it here.
