@@ -6,7 +6,7 @@ const about = {
   name: "e",
   doc: "",
   bots: [],
-  can_fork: false,
+  can_fork: false, example: "",
   settings: {
     properties: {
       digits: { type: "integer", default: 3, description: "How many." },
