@@ -155,6 +155,14 @@ class AskedSample(NamedTuple):
     """How often it was."""
 
 
+class Losses(NamedTuple):
+    """Workers that were lost while they drew a request."""
+
+    beside: int = 0
+    """While they drew others, too."""
+    alone: int = 0
+
+
 class TinkerRequests:
     def __init__(self, redis: Any) -> None:
         self._redis = redis
@@ -185,14 +193,6 @@ class TinkerRequests:
         if known == -2:
             raise TokensSpent(_spent(quota))
         return bool(known == 2)
-
-    async def answers_of(self, model: str) -> int:
-        """Return how many of the model's commands have had an answer."""
-        async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.hlen(f"tinker:asked:{model}")
-            pipe.zcard(f"tinker:open:{model}")
-            asked, waiting = await pipe.execute()
-        return int(asked) - int(waiting)
 
     async def was_answered(self, request: str) -> bool:
         """Return whether a command that was asked has had its answer, which may have expired since."""
@@ -256,6 +256,26 @@ class TinkerRequests:
         tenant, job = await self._redis.hmget(f"tinker:draw:{request}", "tenant", "job")
         if tenant is not None:
             await self._redis.zrem(_waiting(job, tenant), request)
+
+    async def losses(self, request: str) -> Losses:
+        """Return how often the drawing of a request has begun, without an answer since and without being handed back:
+        asked before it begins, how many workers were lost."""
+        beside, alone = await self._redis.hmget(f"tinker:draw:{request}", "beside", "alone")
+        return Losses(int(beside or 0), int(alone or 0))
+
+    async def begin_draw(self, request: str, *, alone: bool) -> None:
+        await self._count_draw(request, alone, 1)
+
+    async def hand_back(self, request: str, *, alone: bool) -> None:
+        """Take the last `begin_draw` back: another worker will draw the request, and this one was not lost."""
+        await self._count_draw(request, alone, -1)
+
+    async def _count_draw(self, request: str, alone: bool, change: int) -> None:
+        key = f"tinker:draw:{request}"
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.hincrby(key, "alone" if alone else "beside", change)
+            pipe.expire(key, ANSWER_KEPT_S)
+            await pipe.execute()
 
     # --- answers ------------------------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from opentinker.services.rollout_worker.tinker.adapter_cache import AdapterCache
 from opentinker.services.rollout_worker.tinker.adapter_files import AdapterGone, AdapterRefused
 from opentinker.services.rollout_worker.tinker.intake import Intake
 from opentinker.services.rollout_worker.tinker.samples import problem_of, prompt_of, sampled_of, sampling_of
+from opentinker.services.rollout_worker.tinker.shared_lock import SharedLock
 from opentinker.services.rollout_worker.tinker.turns import Turns
 from opentinker.shared.asyncio_tools import cancel_and_wait, forward_exception, gather_all, sleep
 from opentinker.shared.messaging.bus import Delivery
@@ -34,15 +35,17 @@ from opentinker.shared.runtime.telemetry import Meters, Reporter
 from opentinker.shared.runtime.timeline import Lanes
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.state.tinker import TinkerStore
+from opentinker.shared.state.tinker_requests import Losses
 from opentinker.shared.types.core import Lease
 from opentinker.shared.types.tinker import Answer, Answered, Failed, Sampled, SampleRequest
 
 log = structlog.get_logger()
 
 REPORT_S = 1.0
-MAX_DELIVERIES = 5
-"""A request delivered once more is answered with an error: one that kills the engine at every try must come to an
-end. Requests that were in flight with it count too."""
+SUSPECT_LOSSES = 5
+"""A request that was in progress in so many workers that were lost is drawn without others from then on."""
+MAX_LOSSES_ALONE = 3
+"""One that so many workers were lost by then is answered with an error: it is what kills them."""
 
 
 @dataclass
@@ -71,6 +74,9 @@ class TinkerJob:
         self.tasks: set[asyncio.Task[None]] = set()
         self.current: set[str] = set()
         """Ids of the requests that are being carried out."""
+        self.lock = SharedLock()
+        self.is_lost = False
+        """This worker has failed: what is cut off was perhaps the cause."""
         self.numbers = count(1)
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Exception of a sample task: a failure of this service, not of a request."""
@@ -90,15 +96,18 @@ class TinkerJob:
             held.push_async_callback(self._end_tasks)
             self._tell()
             await self.worker.status("ready", job=self.lease.job, epoch=self.lease.epoch)
-            await first_failure(
-                {
-                    "intake": self.intake.run(),
-                    "report": self._report_loop(),
-                    "timeline": self.lanes.run(),
-                    "broken": asyncio.wait_for(self.broken, None),
-                    "engine": self.engine.watch(),
-                }
-            )
+            tasks = {
+                "intake": self.intake.run(),
+                "report": self._report_loop(),
+                "timeline": self.lanes.run(),
+                "broken": asyncio.wait_for(self.broken, None),
+                "engine": self.engine.watch(),
+            }
+            try:
+                await first_failure(tasks)
+            except Exception:
+                self.is_lost = True
+                raise
             if self.tasks:
                 log.info("draining", requests=len(self.tasks))
                 await asyncio.wait(self.tasks)
@@ -145,10 +154,8 @@ class TinkerJob:
                     if request is None:
                         log.error("bad_request", error=delivery.error)
                         result: Sampled | Failed = _fault("it cannot be read by this release of the server")
-                    elif delivery.deliveries > MAX_DELIVERIES:
-                        result = _fault(f"{MAX_DELIVERIES} tries came to no end, because workers were lost meanwhile")
                     else:
-                        result = await self._result(request, undrawn)
+                        result = await self._try(request, undrawn, is_first=delivery.deliveries == 1)
                     await self._keep(id, result)
         finally:
             self.current.discard(id)
@@ -166,6 +173,23 @@ class TinkerJob:
             result = _fault(f"Redis does not take the answer ({error}); ask for fewer samples at a time")
             await self.store.answer(Answer(request=id, result=result))
         await self.bus.emit(ANSWERED, Answered(request=id), job=self.lease.job)
+
+    async def _try(self, request: SampleRequest, undrawn: Undrawn, *, is_first: bool) -> Sampled | Failed:
+        """Draw, beside others unless the request is a suspect. Raises EngineLost."""
+        lost = Losses() if is_first else await self.store.losses(request.request)
+        if lost.alone >= MAX_LOSSES_ALONE:
+            return _fault(f"{lost.beside + lost.alone} workers were lost with it, the last {lost.alone} without others")
+        alone = lost.beside >= SUSPECT_LOSSES
+        if alone:
+            log.warning("drawn_alone", losses=lost.beside, alone=lost.alone)
+        async with self.lock.exclusive() if alone else self.lock.shared():
+            await self.store.begin_draw(request.request, alone=alone)
+            try:
+                return await self._result(request, undrawn)
+            except asyncio.CancelledError:
+                if not self.is_lost:  # it is handed back in good order
+                    await self.store.hand_back(request.request, alone=alone)
+                raise
 
     async def _result(self, request: SampleRequest, undrawn: Undrawn) -> Sampled | Failed:
         """Raises EngineLost."""

@@ -65,6 +65,9 @@ from opentinker.shared.types.tinker import (
 
 JSON = "application/json"
 YEARS_S = 10 * 366 * 86400.0
+WHOLE_WEIGHTS = (
+    "is missing; models here are LoRA adapters: give it a rank, or train all weights in a job without model.lora"
+)
 LARGE_AT_ONCE = 4
 """Large bodies that are read and parsed at the same time: a parsed one takes ten times its bytes."""
 
@@ -87,7 +90,7 @@ class TrainingApi:
         session = await self._access.session(request, body.session_id)
         refuse_optimizer(body.optimizer_config)
         if body.lora_config is None:
-            raise SpecError.of("lora_config", None, "is missing; models are LoRA adapters, give it a rank")
+            raise SpecError.of("lora_config", None, WHOLE_WEIGHTS)
         job = await self._access.server_for(request, body.base_model)
         id = f"{session.id}:train:{seq_of('model_seq_id', body.model_seq_id)}"
         given = body.lora_config

@@ -115,7 +115,8 @@ async def test_kills_cost_a_client_time_and_nothing_else(cluster: Cluster, tiny:
     before = set(await store.models_of(job))
 
     async def began() -> bool:
-        return any([await store.answers_of(model) >= 4 for model in await store.models_of(job) if model not in before])
+        begun = set(await store.models_of(job)) - before
+        return any([await store.answered(f"{model}#3") is not None for model in begun])
 
     await until(began)
     for name in ("trainer-0", "scheduler", "rollout_worker-0"):

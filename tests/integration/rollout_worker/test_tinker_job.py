@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import operator
 import shutil
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from redis.exceptions import ResponseError
 
-from opentinker.services.rollout_worker.engines.base import EngineLost
-from opentinker.services.rollout_worker.tinker.tinker_job import MAX_DELIVERIES
+from opentinker.services.rollout_worker.engines.base import Completion, EngineLost
+from opentinker.services.rollout_worker.tinker.tinker_job import MAX_LOSSES_ALONE, SUSPECT_LOSSES, TinkerJob
 from opentinker.shared.asyncio_tools import cancel_and_wait
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.subjects import METRIC, SAMPLE, Subject
@@ -29,6 +32,12 @@ from tests.support.tinker_bench import PROMPT, Bench, Gated, bench_of
 async def bench(bus: Bus, store: Store) -> AsyncIterator[Bench]:
     async with bench_of(bus, store) as bench:
         yield bench
+
+
+class Slow(Gated):
+    async def generate(self, request: str, prompt_ids: list[int], sampling: Any, *rest: Any) -> Completion:
+        await asyncio.sleep(0.05)
+        return await super().generate(request, prompt_ids, sampling, *rest)
 
 
 def tokens(result: Sampled) -> list[list[int]]:
@@ -132,12 +141,13 @@ async def test_requests_of_a_lost_engine_are_answered_by_the_next_worker(bench: 
         await until(bench.waiting, lambda found: found == 0)
 
 
-async def test_a_request_that_kills_every_engine_is_answered_in_the_end(bench: Bench) -> None:
-    bench.ack_wait_s = 0.5
-    request = await bench.ask("1", [9])
-    deaths = 0
+async def test_a_request_that_kills_every_engine_is_answered_in_the_end_and_those_beside_it_are_drawn(
+    bench: Bench,
+) -> None:
+    bench.ack_wait_s = 0.3
+    innocent, poison, deaths = await bench.ask("1"), await bench.ask("2", [9]), 0
     while await bench.waiting():
-        engine = Gated()
+        engine = Gated(is_open=deaths >= SUSPECT_LOSSES)
         engine.poison = [9]
         life = asyncio.create_task(bench.work(engine).run())
 
@@ -148,9 +158,43 @@ async def test_a_request_that_kills_every_engine_is_answered_in_the_end(bench: B
         if life.done():
             deaths += isinstance(life.exception(), EngineLost)
         await cancel_and_wait(life)
-        assert deaths <= MAX_DELIVERIES
-    failed = await bench.failed(request)
-    assert failed.category == "server" and "came to no end" in failed.error and deaths > 1
+        assert deaths <= SUSPECT_LOSSES + MAX_LOSSES_ALONE
+    assert deaths == SUSPECT_LOSSES + MAX_LOSSES_ALONE
+    failed = await bench.failed(poison)
+    assert failed.category == "server" and f"the last {MAX_LOSSES_ALONE} without others" in failed.error
+    assert (await bench.sampled(innocent)).sequences
+
+
+async def test_a_suspect_is_drawn_without_others(bench: Bench) -> None:
+    engine = Gated(is_open=False)
+    first, suspect = await bench.ask("1"), f"{bench.job}#suspect"
+    for _ in range(SUSPECT_LOSSES):
+        await bench.answers.begin_draw(suspect, alone=False)
+    async with bench.serving(Gated(is_open=False)) as job:  # it comes a second time: an earlier worker has had it
+        await bench.ask("suspect")
+        await until(lambda: job.turns.open == 2)
+    async with bench.serving(engine) as job:
+        await until(lambda: job.turns.open == 2)
+        later = await bench.ask("3")
+        await until(lambda: job.turns.open == 3)
+        await asyncio.sleep(0.1)
+        assert engine.inside == 1, "either the suspect, or those that came before it"
+        engine.gate.set()
+        for request in (first, suspect, later):
+            assert (await bench.sampled(request)).sequences
+    assert engine.asked == 3
+
+
+async def test_workers_that_end_in_good_order_are_no_losses(bench: Bench) -> None:
+    """As in rolling restarts that leave no time to end what is in progress."""
+    request = await bench.ask("1", count=2)
+    for _ in range(SUSPECT_LOSSES + MAX_LOSSES_ALONE + 1):
+        stuck = Gated(is_open=False)
+        async with bench.serving(stuck):
+            await until(partial(getattr, stuck, "inside"), lambda inside: inside == 2)
+    assert sum(await bench.answers.losses(request)) == 0
+    async with bench.serving(Gated()):
+        assert len((await bench.sampled(request)).sequences) == 2
 
 
 async def test_a_worker_that_is_taken_back_answers_what_it_has_taken_and_leaves_the_rest(bench: Bench) -> None:
@@ -178,6 +222,39 @@ async def test_what_a_worker_is_cut_off_from_goes_to_another_at_once(bench: Benc
     assert stuck.inside == 0 and await bench.answers.answered(request) is None
     async with bench.serving(Gated()):
         assert len((await bench.sampled(request)).sequences) == 3
+
+
+async def test_a_rolling_restart_loses_and_repeats_no_samples(bench: Bench) -> None:
+    """Of two workers that clients keep busy, each is replaced twice; every sample is drawn once."""
+    engines = [Slow() for _ in range(6)]
+    lives: list[tuple[TinkerJob, asyncio.Task[None]]] = []
+
+    def begin(number: int) -> None:
+        job = bench.work(engines[number], f"rollout-{number}")
+        lives.append((job, asyncio.create_task(job.run())))
+
+    async def client(tenant: str, asked: list[str]) -> None:
+        for number in range(12):
+            asked.append(await bench.ask(f"{tenant}-{number}", tenant=tenant, count=2))
+            await bench.sampled(asked[-1])
+
+    begin(0)
+    begin(1)
+    asked: list[str] = []
+    in_progress = 0
+    clients = [asyncio.create_task(client(f"t{number}", asked)) for number in range(4)]
+    for number in range(2, 6):
+        job, life = lives[number - 2]
+        await until(partial(len, asked), partial(operator.lt, len(asked) + 3))
+        begin(number)
+        in_progress += len(job.tasks)
+        job.worker.ctx.stopping.set()  # SIGTERM
+        await soon(life)
+    await soon(asyncio.gather(*clients))
+    assert len(asked) == 48 and sum(engine.asked for engine in engines) == 96
+    assert in_progress, "workers were stopped while they drew"
+    for _, life in lives[4:]:
+        await cancel_and_wait(life)
 
 
 async def test_a_request_that_has_an_answer_is_not_drawn_again(bench: Bench) -> None:

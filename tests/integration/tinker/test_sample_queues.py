@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from opentinker.services.rollout_worker.tinker.tinker_job import MAX_DELIVERIES
+from opentinker.services.rollout_worker.engines.base import EngineLost
+from opentinker.services.rollout_worker.tinker.tinker_job import SUSPECT_LOSSES
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.state.store import Store
-from opentinker.shared.types.tinker import Answer, Failed, Sampled
+from opentinker.shared.types.tinker import Answer, Failed
 from tests.conftest import until
 from tests.support.adapters import write_adapter
 from tests.support.tinker_bench import Bench, Gated, OneByOne, bench_of
@@ -100,16 +102,22 @@ def _inside(engine: Gated) -> int:
     return engine.inside
 
 
-async def test_requests_that_wait_do_not_fail_with_those_that_workers_were_lost_over(bench: Bench) -> None:
+async def test_requests_that_wait_are_no_suspects_of_workers_that_were_lost(bench: Bench) -> None:
     bench.settings["max_concurrent"] = 1
     requests = [await bench.ask(str(number), tenant="loud") for number in range(5)] + [await bench.ask("5")]
-    for _ in range(MAX_DELIVERIES):
+    for _ in range(SUSPECT_LOSSES):
         stuck = Gated(is_open=False)
-        async with bench.serving(stuck):
-            await until(partial(_inside, stuck), lambda found: found == 2)  # one of each tenant
+        job = bench.work(stuck)
+        life = asyncio.create_task(job.run())
+        await until(partial(_inside, stuck), lambda found: found == 2)  # one of each tenant
+        job.broken.set_exception(EngineLost("killed"))
+        with pytest.raises(EngineLost):
+            await life
+    losses = [await bench.answers.losses(request) for request in requests]
+    assert [lost.beside for lost in losses] == [SUSPECT_LOSSES, 0, 0, 0, 0, SUSPECT_LOSSES]
     async with bench.serving(Gated()):
-        results = [await bench.answer(request) for request in requests]
-    assert [isinstance(result, Sampled) for result in results] == [False, True, True, True, True, False]
+        for request in requests:
+            assert (await bench.sampled(request)).sequences
 
 
 async def test_the_queue_of_a_tenant_that_was_idle_is_looked_at_again(
