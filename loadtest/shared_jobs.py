@@ -1,11 +1,11 @@
 """Four LoRA jobs that share a trainer, against the same jobs one after another with a trainer each.
 
-    python -m loadtest.shared_jobs [--jobs 4] [--steps 30] [--turn 0.2]
+    python -m loadtest.shared_jobs [--jobs 4] [--steps 30] [--turn 0.2] [--turns 1]
 
-Starts all services as processes; the engine is simulated and takes `--turn` seconds for an answer, a learner trains an
-adapter of the tiny model on the CPU. Every job has one rollout worker. All workers have had a short job before. Prints
-the seconds of all jobs, the processor time of all services for them, and how many times as many jobs an hour train
-together.
+Starts all services as processes; the engine is simulated and takes `--turn` seconds for an answer, an episode has
+`--turns` of them, and a learner trains an adapter of the tiny model on the CPU. Every job has one rollout worker. All
+workers have had a short job before. Prints the seconds of all jobs, the processor time of all services for them, and
+how many times as many jobs an hour train together.
 
 Exit status 1 if that is below 2.5, or a job fails.
 """
@@ -27,11 +27,19 @@ TOKENS = 5
 
 
 def spec_of(model: Path, options: argparse.Namespace, trainer: str, seed: int, steps: int) -> JobSpec:
-    engine = {"engine": "toy", "max_tokens": TOKENS, "toy": {"seconds_per_token": options.turn / TOKENS}}
+    engine = {
+        "engine": "toy",
+        "max_turns": options.turns,
+        "max_tokens": TOKENS * options.turns,
+        "max_tokens_per_turn": TOKENS,
+        "toy": {"seconds_per_token": options.turn / TOKENS},
+    }
+    # Nobody guesses the number: an episode has all its turns.
+    guessing = {"name": "guess_number", "config": {"high": 10**9, "max_guesses": options.turns, "shaped": True}}
     return parse_spec({
         "name": f"{trainer} {seed}",
         "model": {"base": str(model), "lora": {"rank": 8, "alpha": 16.0}},
-        "environment": {"name": "copy_digits"},
+        "environment": {"name": "copy_digits"} if options.turns == 1 else guessing,
         "algorithm": {"group_size": 4, "groups_per_batch": 4},
         "rollout": engine,
         "train": {"steps": steps, "lr": 1e-4, "seed": seed},
@@ -81,6 +89,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=4)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--turn", type=float, default=0.2, help="seconds of an answer")
+    parser.add_argument("--turns", type=int, default=1, help="answers in an episode")
     sys.exit(0 if asyncio.run(run(parser.parse_args())) else 1)
 
 
