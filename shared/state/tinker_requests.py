@@ -272,7 +272,7 @@ class TinkerRequests:
 
     async def _count_draw(self, request: str, alone: bool, change: int) -> None:
         key = f"tinker:draw:{request}"
-        async with self._redis.pipeline(transaction=True) as pipe:
+        async with self._redis.pipeline(transaction=False) as pipe:
             pipe.hincrby(key, "alone" if alone else "beside", change)
             pipe.expire(key, ANSWER_KEPT_S)
             await pipe.execute()
