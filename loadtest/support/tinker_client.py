@@ -41,9 +41,12 @@ class TinkerClient:
             raise RuntimeError(found["error"])
         return found
 
-    async def create(self, base: str, rank: int = 16, seed: int = 0) -> None:
+    async def open(self) -> None:
         opened = await self.call("create_session", {"tags": [], "user_metadata": {}, "sdk_version": "0.38.0"})
         self.session = opened["session_id"]
+
+    async def create(self, base: str, rank: int = 16, seed: int = 0) -> None:
+        await self.open()
         lora = {"rank": rank, "seed": seed, "train_unembed": False, "train_mlp": True, "train_attn": True}
         asked = {"session_id": self.session, "model_seq_id": 0, "base_model": base, "lora_config": lora}
         self.model = (await self.result(await self.call("create_model", asked)))["model_id"]

@@ -267,6 +267,9 @@ async def test_each_service_of_the_tinker_api_may_do_its_work_in_redis(
             assert await gateway.ask_sample(request, "digest", quota, prompt=3, drawn=7) == ("new", 0)
             await gateway.sent(request, "j", "t")
             assert await worker.answered(request) is None
+            await worker.begin_draw(request, alone=False)
+            await worker.hand_back(request, alone=False)
+            assert sum(await worker.losses(request)) == 0
             tokens = bytes(4 * 20 * number)
             drawn = Sampled(sequences=[SampleSequence(stop="stop", tokens=tokens, logprobs=tokens)])
             assert await worker.answer(Answer(request=request, result=drawn))
