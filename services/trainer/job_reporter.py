@@ -237,7 +237,7 @@ class JobReporter:
             },
             {**of_step, "matches": msgspec.to_builtins(matches)} if matches else None,
         )
-        if self.spec.validation is not None:  # else nothing is rated
+        if self.joint.rates:
             self.joint.ratings.add_matches(self.policy, matches)
         names = ("reward/mean", "exact", "loss", *self.spec.train.target)
         shown = {name: values[name] for name in names if name in values} | self._step_time()

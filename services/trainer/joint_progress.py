@@ -76,6 +76,8 @@ class JointProgress:
         self.sweeping = threading.Lock()
         """Held while a policy's expired checkpoints are removed: others look for those that all have."""
         self.ratings = JobRatings()
+        self.rates = False
+        """Whether anything shows ratings: evaluations or pools."""
         self._shown: dict[str, dict[str, float]] = {}
         self._floors = dict.fromkeys(steps, 0)
         self._finished: dict[str, str] = {}
@@ -87,6 +89,7 @@ class JointProgress:
         batches = {name: one.algorithm.groups_per_batch for name, one in own.items()}
         joint = cls(spec.train.steps, steps, rule_of(spec), batches)
         joint.ratings = JobRatings(spec.policies, {name: pool.policy or "" for name, pool in spec.pools.items()})
+        joint.rates = spec.validation is not None or bool(spec.pools)
         by_alarm = any(one.train.rewind_on for one in own.values())
         joint.goes_back_together = (
             len(own) > 1 and joint.rule.trains_together and not spec.train.deterministic and not by_alarm

@@ -20,6 +20,7 @@ import structlog
 from opentinker.services.trainer import checkpoint
 from opentinker.services.trainer.learners.base import Learner
 from opentinker.shared.asyncio_tools import finish_uncancelled
+from opentinker.shared.evaluation.job_ratings import JobRatings
 from opentinker.shared.evaluation.pool_draws import GrowthRule, grow_pool, win_rate
 from opentinker.shared.spec import PoolSpec
 from opentinker.shared.spec.pools import pool_player
@@ -43,11 +44,15 @@ class OpponentPools:
         learner: Learner,
         admission: Admission,
         event: Callable[[str, dict[str, object]], Awaitable[None]],
+        ratings: JobRatings,
+        anchor: str,
     ) -> None:
         """`pools`: those of the policy; `identity`: job, policy and epoch of its trainer, for the manifests of members;
-        `root`: the directory of the policy, with `checkpoints` and `members`; `event`: adds one to the job's."""
+        `root`: the directory of the policy, with `checkpoints` and `members`; `event`: adds one to the job's; `ratings`
+        and `anchor`: see `JobRatings.rate_members`."""
         self._pools, self._identity, self._learner, self._admission = dict(pools), identity, learner, admission
         self._checkpoints, self._root, self._event = root / "checkpoints", root / "members", event
+        self._all_ratings, self._anchor = ratings, anchor
         self.members: Members = {}
         self._games: dict[str, int] = {}
         """Games of the newest step, by pool."""
@@ -126,6 +131,7 @@ class OpponentPools:
 
     async def publish(self) -> None:
         """Tell the scheduler: tickets that are issued from now on are for these members."""
+        ratings = await asyncio.to_thread(self._rate, self._all_ratings.copy())
         await self._admission.set_pools(
             {
                 name: PoolRecord(
@@ -133,10 +139,19 @@ class OpponentPools:
                     win_rates={str(member.version): win_rate(*member.recent) for member in members},
                     outcomes={str(member.version): member.outcomes for member in members},
                     recent={str(member.version): member.recent for member in members},
+                    ratings=ratings[name],
                 )
                 for name, members in self.members.items()
             }
         )
+
+    def _rate(self, ratings: JobRatings) -> dict[str, dict[str, tuple[float, float]]]:
+        """Return rating and error of the members, by pool. Blocking."""
+        rated = {
+            name: ratings.rate_members(name, [member.version for member in members], self._anchor)
+            for name, members in self.members.items()
+        }
+        return {name: {who: (one.elo, one.error) for who, one in found.items()} for name, found in rated.items()}
 
     def metrics(self) -> dict[str, float]:
         found: dict[str, float] = {}

@@ -76,7 +76,17 @@ class TrainerJob:
         )
         identity = Manifest(job=lease.job, policy=policy, epoch=lease.epoch, step=0, version=WeightVersion(0, 0))
         root = self.reporter.root.parent
-        self.pools = OpponentPools(pools_of(spec, policy), identity, root, learner, self.admission, self.reporter.event)
+        anchor = "" if spec.validation is None else spec.validation.anchor_of(policy)
+        self.pools = OpponentPools(
+            pools_of(spec, policy),
+            identity,
+            root,
+            learner,
+            self.admission,
+            self.reporter.event,
+            self.joint.ratings,
+            anchor,
+        )
         self.publisher = Publisher(self.ctx, lease, learner.device, self._served, policy)
         self.validation = EvalScheduler(self.ctx, lease, spec.validation, self.reporter, self.publisher.offer)
         algorithm = spec.algorithm

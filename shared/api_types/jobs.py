@@ -98,7 +98,7 @@ class PoolMember(TypedDict):
     """Of the policy in recent games (earlier ones lose half their weight at each candidate), with one more game that
     was drawn; null with less than one recent game."""
     rating: float | None
-    """Elo points above the policy, from recent games; null as `win_rate` is."""
+    """On the scale of the job's `val/rating`, from all its games; null while no game connects it with the anchor."""
     rating_error: float | None
     """Standard error."""
 

@@ -111,6 +111,14 @@ class JobRatings:
         found = fit_ratings(self.results(), {anchor: 0.0}).players.get(self._same(player))
         return found if found is not None and found.anchored else None
 
+    def rate_members(self, pool: str, versions: Iterable[WeightVersion], anchor: str) -> dict[str, Rating]:
+        """Return the ratings of those members of a pool that games connect with `anchor`, by version. If it is empty,
+        the initial weights of the first pool's policy have 0. May run in a thread, on a `copy`."""
+        policy, first = self._pools[pool], next(iter(self._pools.values()))
+        rated = fit_ratings(self.results(), {anchor or version_name(first, WeightVersion(0, 0)): 0.0}).players
+        found = {str(version): rated.get(self._same(version_name(policy, version))) for version in versions}
+        return {version: rating for version, rating in found.items() if rating is not None and rating.anchored}
+
     def results(self) -> Results:
         """Return the results by pair of players; games of a version against itself, as a member of a pool, say nothing
         of its strength."""

@@ -4,28 +4,24 @@ from __future__ import annotations
 
 from opentinker.shared.api_types import PoolMember
 from opentinker.shared.evaluation.pool_draws import win_rate
-from opentinker.shared.evaluation.ratings import fit_ratings
 from opentinker.shared.types.pools import NO_GAMES, PoolRecord
 
-POLICY = "the policy"
-"""Name in the fit; a member is named by its version."""
 FEWEST_GAMES = 1.0
-"""Recent games of a member that has a win rate and a rating: halved again and again, their number never reaches 0."""
+"""Recent games of a member that has a win rate: halved again and again, their number never reaches 0."""
 
 
 def member_results(record: PoolRecord) -> list[PoolMember]:
     """Return the members, oldest first.
 
-    Win rate and rating are of recent games, whose numbers are halved at each candidate: the policy of earlier steps was
-    another one. Ratings are relative to the policy, which has 0. Members with less than one recent game have neither.
+    Win rates are of recent games, whose numbers are halved at each candidate: the policy of earlier steps was another
+    one. Members with less than one recent game have none. Ratings are on the job's scale, from all its games.
     """
     recent = {member: record.recent[member] for member in record.members if member in record.recent}
     played = {member: counts for member, counts in recent.items() if sum(counts) >= FEWEST_GAMES}
-    rated = fit_ratings({(POLICY, member): counts for member, counts in played.items()}, {POLICY: 0.0}).players
     found = []
     for member in record.members:
         won, drawn, lost = record.outcomes.get(member, NO_GAMES)
-        rating = rated.get(member)
+        rating, error = record.ratings.get(member, (None, None))
         found.append(
             PoolMember(
                 version=member,
@@ -33,8 +29,8 @@ def member_results(record: PoolRecord) -> list[PoolMember]:
                 drawn=drawn,
                 lost=lost,
                 win_rate=win_rate(*played[member]) if member in played else None,
-                rating=None if rating is None else rating.elo,
-                rating_error=None if rating is None else rating.error,
+                rating=rating,
+                rating_error=error,
             )
         )
     return found

@@ -124,7 +124,7 @@ class Evaluations:
         lines = lineage(self._home / "validation.jsonl", resumed, step)
         self.steps = {line["step"] for line in lines}
         complete = [line for line in lines if not line.get("val/missing")]
-        games: list[dict[str, Any]] = lineage(self._home / MATCHES, resumed, step, TAIL) if lines else []
+        games: list[dict[str, Any]] = lineage(self._home / MATCHES, resumed, step, TAIL)
         results: list[tuple[float, str, Results]] = []
         for line in games[-MAX_RATED:]:
             matches = msgspec.convert(line["matches"], list[MatchResult])

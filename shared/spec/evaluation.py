@@ -12,6 +12,7 @@ from opentinker.shared.spec.base import SpecPart, Steps, Tokens
 from opentinker.shared.spec.pools import PoolName
 from opentinker.shared.spec.seats import MODEL_NAME_CHARACTERS, PLAYERS, PolicyName, SeatSpec
 from opentinker.shared.spec.serving import nothing_trained
+from opentinker.shared.types.match_results import BOT
 from opentinker.shared.types.mistakes import Mistake, mistake, unused
 
 if TYPE_CHECKING:
@@ -155,10 +156,15 @@ class ValidationSpec(EvaluationSpec):
     def anchors_of(self, policy: str) -> list[str]:
         """Return the opponents of a policy that always play alike, by which its weights are rated: bots, then
         checkpoints, then models behind URLs. The first one has the rating 0."""
+        return [one.metric_name for one in self._anchoring(policy)]
+
+    def anchor_of(self, policy: str) -> str:
+        """Return the first of them as results of matches name it; empty without any."""
+        return next((one.player or f"{BOT}{one.bot}" for one in self._anchoring(policy)), "")
+
+    def _anchoring(self, policy: str) -> list[OpponentSpec]:
         opponents = self.opponents_of(policy)
-        return [
-            one.metric_name for kind in ("bot", "frozen", "url") for one in opponents if getattr(one, kind) is not None
-        ]
+        return [one for kind in ("bot", "frozen", "url") for one in opponents if getattr(one, kind) is not None]
 
     def total_of(self, policy: str) -> int:
         """Return the episodes of one evaluation of a policy."""

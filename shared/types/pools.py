@@ -44,6 +44,8 @@ class PoolRecord(msgspec.Struct, frozen=True, kw_only=True):
     outcomes: dict[str, Outcomes] = {}
     """By member, see `PoolMember`."""
     recent: dict[str, WeightedOutcomes] = {}
+    ratings: dict[str, tuple[float, float]] = {}
+    """Rating and its standard error by member, see `JobRatings.rate_members`."""
 
 
 PoolRecords = dict[str, PoolRecord]

@@ -89,7 +89,7 @@ def print_pools(pools: Mapping[str, OpponentPool]) -> None:
     """Print the members of each opponent pool, newest first, with the policy's results against them."""
     for name, pool in pools.items():
         whose = pool["policy"] or "this job"
-        say(f"\npool {name}: past versions of {whose}; its win rate, and their ratings above it, in recent games")
+        say(f"\npool {name}: past versions of {whose}; its win rate in recent games; their ratings on the job's scale")
         rows = [
             [
                 *(one["version"], f"{one['won'] + one['drawn'] + one['lost']:,}"),

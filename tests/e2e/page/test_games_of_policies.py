@@ -140,7 +140,9 @@ async def test_members_of_a_pool_are_listed_with_their_results(opened: Open, htt
     status, body = await http.submit({**GAME, "seats": {**GAME["seats"], "third": {"pool": "past"}}, "pools": pools})
     assert status == 201, body
     won = {"0.0": (1500, 100, 400), "1.2": (0, 0, 0)}
-    record = PoolRecord(members=[*won], win_rates={}, outcomes=won, recent={"0.0": (50.0, 0.0, 50.0)})
+    record = PoolRecord(
+        members=[*won], win_rates={}, outcomes=won, recent={"0.0": (50.0, 0.0, 50.0)}, ratings={"0.0": (12.4, 5.0)}
+    )
     await Admission(ctx.store.redis, body["id"], 1, policies=POLICIES, policy="speaker").set_pools({"past": record})
     tab = await opened(http.url, "jobs", body["id"])
     rows = tab.page.get_by_role("region", name="Pool past").locator("tr")
@@ -148,7 +150,7 @@ async def test_members_of_a_pool_are_listed_with_their_results(opened: Open, htt
     shown = [await row.locator("th, td").all_inner_texts() for row in await rows.all()]
     assert shown[0] == ["version", "games", "won", "drawn", "lost", "win rate", "rating"]
     assert shown[1] == ["1.2", "0", "0", "0", "0", "–", "–"]
-    assert shown[2][:6] == ["0.0", "2,000", "1,500", "100", "400", "50%"] and shown[2][6].startswith("0 ± ")
+    assert shown[2][:6] == ["0.0", "2,000", "1,500", "100", "400", "50%"] and shown[2][6] == "12 ± 5"
 
 
 async def test_a_match_is_a_conversation_of_its_seats_with_the_version_of_each_policy(

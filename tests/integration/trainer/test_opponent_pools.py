@@ -13,6 +13,7 @@ import pytest
 from opentinker.services.trainer import checkpoint
 from opentinker.services.trainer.learners.base import SimulatedLearner
 from opentinker.services.trainer.opponent_pools import OpponentPools
+from opentinker.shared.evaluation.job_ratings import JobRatings
 from opentinker.shared.spec import PoolSpec
 from opentinker.shared.state.admission import Admission
 from opentinker.shared.state.store import Store
@@ -45,7 +46,10 @@ class Life:
         self.events: list[tuple[str, dict[str, object]]] = []
         self.identity = Manifest(job=job, epoch=epoch, step=0, version=WeightVersion(0, 0))
         spec = PoolSpec(**({"every": 2, "keep": 3} | pool))
-        self.pools = OpponentPools({"past": spec}, self.identity, root, self.learner, self.admission, self._event)
+        self.ratings = JobRatings(pools={"past": ""})
+        self.pools = OpponentPools(
+            {"past": spec}, self.identity, root, self.learner, self.admission, self._event, self.ratings, "bot:random"
+        )
         self.pool = pool
 
     async def _event(self, event: str, detail: dict[str, object]) -> None:
@@ -139,6 +143,16 @@ async def test_results_count_for_the_members_of_that_time(life: Life) -> None:
     told = (await life.admission.pools())["past"]
     assert told.win_rates == {"0.0": 4.5 / 5, "1.2": 4.5 / 5}, "PFSP knows them"
     assert told.outcomes == {"0.0": (8, 0, 0), "1.2": WON} and told.recent == {"0.0": WON, "1.2": WON}
+
+
+async def test_members_have_ratings_on_the_scale_of_the_job(life: Life) -> None:
+    life.ratings.add_evaluation("@0.0", {"bot:random": (50, 0, 50)})
+    life.ratings.add_evaluation("@1.2", {"@0.0": (90, 0, 10)})
+    await life.make(4)
+    rated = (await life.admission.pools())["past"].ratings
+    assert life.members == ["0.0", "1.2", "1.4"] and rated.keys() == {"0.0", "1.2"}, "1.4 has not played"
+    assert rated["0.0"][0] == pytest.approx(0, abs=20) and rated["1.2"][0] == pytest.approx(380, abs=60)
+    assert rated["1.2"][1] > rated["0.0"][1] > 0, "errors"
 
 
 async def test_a_candidate_must_win_often_enough(store: Store, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 from opentinker.shared.evaluation import job_ratings
 from opentinker.shared.evaluation.job_ratings import Counts, JobRatings
 from opentinker.shared.evaluation.records import Evaluations
+from opentinker.shared.types.core import WeightVersion
 from opentinker.shared.types.match_results import MatchResult, Opponent
 
 BOT = "bot:random"
@@ -103,6 +104,28 @@ async def test_a_restarted_trainer_knows_the_results_of_the_steps_that_count(tmp
     ratings = JobRatings(["a", "b"])
     Evaluations(bus, "j", tmp_path, event, event, "a", ratings).restore({1: 0, 2: 2}, 3)
     assert ratings.results() == {("a@0.0", "b@1.1"): (1.0, 0.0, 0.0)}, "step 4 was rolled back, step 2 is incomplete"
+
+
+async def test_results_of_training_are_restored_before_the_first_evaluation(tmp_path: Path) -> None:
+    met = {"group": 0, "sample": 0, "version": "1.2", "rewards": {}, "opponents": {"past@0.0": {"outcome": 1.0}}}
+    line = {"epoch": 1, "step": 3, "time": 1.0, "matches": [met]}
+    (tmp_path / "matches.jsonl").write_bytes(orjson.dumps(line) + b"\n")
+
+    async def event(*_: Any) -> None: ...
+
+    bus: Any = SimpleNamespace(on_reconnect=set())
+    ratings = JobRatings(pools={"past": ""})
+    Evaluations(bus, "j", tmp_path, event, event, "", ratings).restore({1: 0}, 3)
+    assert ratings.results() == {("@1.2", "@0.0"): (1.0, 0.0, 0.0)}
+
+
+def test_without_an_anchor_members_are_rated_against_the_initial_weights() -> None:
+    ratings = JobRatings(pools={"past": "a"}, policies=["a", "b"])
+    ratings.add_matches("a", matches("1.9", 90, 0, 10, **{"past@0.0": "0.0"}))
+    versions = [WeightVersion(0, 0), WeightVersion(1, 9), WeightVersion(1, 20)]
+    rated = ratings.rate_members("past", versions, "")
+    assert rated["0.0"].elo == 0.0 and rated["1.9"].elo == pytest.approx(380, abs=60) and len(rated) == 2
+    assert ratings.rate_members("past", versions, BOT) == {}, "nothing connects them with the bot"
 
 
 def test_weights_that_a_restarted_trainer_publishes_again_are_the_same_player() -> None:

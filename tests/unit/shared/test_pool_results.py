@@ -13,27 +13,23 @@ RECORD = PoolRecord(
     win_rates={"0.0": 0.9, "1.20": 0.5, "1.40": 0.5},
     outcomes={"0.0": (180, 20, 40), "1.20": (30, 40, 30), "1.40": (0, 0, 0)},
     recent={"0.0": (90.0, 0.0, 10.0), "1.20": (50.0, 0.0, 50.0), "1.40": (0.0, 0.0, 0.0)},
+    ratings={"0.0": (-380.0, 40.0), "1.20": (0.0, 35.0)},
 )
 
 
-def test_games_are_all_and_win_rates_and_ratings_are_of_recent_ones() -> None:
+def test_games_and_ratings_are_of_all_and_win_rates_of_recent_ones() -> None:
     oldest, equal, new = member_results(RECORD)
     assert (oldest["version"], oldest["won"], oldest["drawn"], oldest["lost"]) == ("0.0", 180, 20, 40)
     assert oldest["win_rate"] == pytest.approx(90.5 / 101) and equal["win_rate"] == 0.5
-    assert equal["rating"] == pytest.approx(0.0, abs=1e-6), "as strong as the policy"
-    assert oldest["rating"] is not None and -450 < oldest["rating"] < -250, "nine of ten games lost: about -380"
-    assert oldest["rating_error"] is not None and 0 < oldest["rating_error"] < 100
+    assert (oldest["rating"], oldest["rating_error"]) == (-380.0, 40.0), "as the trainer has fitted it"
     assert (new["win_rate"], new["rating"], new["rating_error"]) == (None, None, None), "no game yet"
 
 
-def test_halved_games_are_not_rounded_and_less_than_one_says_nothing() -> None:
+def test_less_than_one_recent_game_is_no_win_rate() -> None:
     recent = {"0.0": (1.5, 0.0, 0.5), "1.20": (0.5, 0.0, 0.5), "1.40": (0.0, 0.25, 0.5)}
     won, even, faded = member_results(msgspec.structs.replace(RECORD, recent=recent))
-    lost_both, _, _ = member_results(msgspec.structs.replace(RECORD, recent={"0.0": (2.0, 0.0, 0.0)}))
-    assert won["rating"] is not None and lost_both["rating"] is not None
-    assert lost_both["rating"] + 50 < won["rating"] < -50, "a quarter of the points is not none"
-    assert even["rating"] == pytest.approx(0.0, abs=1e-6) and even["win_rate"] == 0.5
-    assert (faded["won"], faded["win_rate"], faded["rating"], faded["rating_error"]) == (0, None, None, None)
+    assert won["win_rate"] == pytest.approx(2.0 / 3) and even["win_rate"] == 0.5
+    assert (faded["won"], faded["win_rate"], faded["rating"]) == (0, None, None)
 
 
 def test_records_of_earlier_versions_have_members_without_results() -> None:

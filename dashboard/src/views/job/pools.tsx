@@ -19,8 +19,8 @@ function Pool({ name, pool }: { name: string; pool: OpponentPool }): JSX.Element
     <section class="card payoffs" aria-label={`Pool ${name}`}>
       <h2>Pool {name}</h2>
       <small class="dim">
-        Past versions of {whose} that it plays against, newest first. Win rates of {whose} and ratings, in Elo points above it, are of recent games; a draw counts
-        half.
+        Past versions of {whose} that it plays against, newest first. Win rates of {whose} are of recent games; a draw counts half. Ratings are Elo points on the
+        scale of all players of the job.
       </small>
       <div class="scrolls">
         <table>
