@@ -53,6 +53,8 @@ WAIT_S = 90.0
 
 FIGURE = "figure"
 LONG = (
+    *("test_shared_trainers.py", "test_trainer_groups.py", "test_accessible_states.py", "test_shared_policies.py"),
+    *("test_accessibility.py", "test_policy_references.py", "test_one_server.py"),
     *("test_end_to_end_vllm.py", "test_env_service.py", "test_kills.py", "test_isolation.py", "test_live_services.py"),
     *("test_policies.py", "test_publisher_processes.py", "test_scripts.py", "test_matrix.py", "test_engine_vllm.py"),
     *("test_deterministic.py", "test_end_to_end.py", "test_pausing.py", "test_inference_vllm.py", "test_ranks.py"),
