@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from opentinker.services.reference_forward.required_models import REFERENCE, ModelKey
+from opentinker.services.reference_forward.required_models import ModelKey
 from opentinker.shared.messaging.bus import Delivery
 from opentinker.shared.types.trajectories import Group
 
@@ -30,10 +30,10 @@ class QueuedGroup:
 
     delivery: Delivery[Group]
     group: Group
-    """The group to score: the trajectories of the job's policy, or of those of its policies that have a reference."""
+    """The group to score: the trajectories of the job's policy, or of those of its policies that have a model here."""
     temperature: float
-    needs: dict[ModelKey, list[str]]
-    """The remaining work: roles by model."""
+    needs: dict[ModelKey, Mapping[str, Container[str]]]
+    """The remaining work: by model its roles, each with the policies that it has the role for."""
     weights: dict[str, float] = field(default_factory=dict)
     """Weights of the job's reward models, by name."""
     results: dict[str, list[Any]] = field(default_factory=dict)
@@ -56,14 +56,15 @@ class QueuedGroup:
         if len(own) < len(self.group.trajectories):
             self.whole, self.group = self.group, msgspec.structs.replace(self.group, trajectories=own)
 
-    def select_policies(self, references: Mapping[ModelKey, Sequence[str]]) -> None:
-        """Score the trajectories of each of these policies with the model that is its reference."""
-        self.players = {policy for policies in references.values() for policy in policies}
+    def select(self, models: Mapping[ModelKey, Mapping[str, Sequence[str]]]) -> None:
+        """Score the trajectories of each policy with its models. `models`: by model its roles, each with policies."""
+        readers = {key: {policy for policies in roles.values() for policy in policies} for key, roles in models.items()}
+        self.players = set[str]().union(*readers.values())
         self.select_own()
         rows = list(enumerate(self.group.trajectories))
-        places = {key: [place for place, t in rows if t.policy in policies] for key, policies in references.items()}
+        places = {key: [place for place, t in rows if t.policy in policies] for key, policies in readers.items()}
         self.places = {key: found for key, found in places.items() if found}
-        self.needs = {key: [REFERENCE] for key in self.places}
+        self.needs = {key: models[key] for key in self.places}
 
     def part(self, key: ModelKey) -> Group:
         """Return the group with the trajectories that a model scores."""
@@ -73,11 +74,12 @@ class QueuedGroup:
         return msgspec.structs.replace(self.group, trajectories=rows)
 
     def add(self, key: ModelKey, results: list[Any]) -> None:
-        """Keep a model's results, one per trajectory of its part."""
-        for role in self.needs.pop(key):
+        """Keep a model's results, one per trajectory of its part, in each role for the policies that it has it for."""
+        for role, policies in self.needs.pop(key).items():
             found = self.results.setdefault(role, [None] * len(self.group.trajectories))
             for place, result in zip(self.places.get(key, range(len(results))), results, strict=True):
-                found[place] = result
+                if self.group.trajectories[place].policy in policies:
+                    found[place] = result
 
     def put_back(self, scored: Group) -> Group:
         """Return the whole group with scored trajectories in their places."""

@@ -40,26 +40,26 @@ class ModelKey(msgspec.Struct, frozen=True):
     """For a reward model: the label whose probability is the score."""
 
 
-def find_references(spec: JobSpec, data_dir: Path, job: str) -> dict[ModelKey, list[str]]:
-    """Return the policies of a job with [policies] that have a reference, by that model. They have no other role.
+def find_models(spec: JobSpec, data_dir: Path, job: str) -> dict[ModelKey, dict[str, list[str]]]:
+    """Return by model its roles, each with the policies that it has the role for; a job's one policy has no name.
 
     A checkpoint is kept for each policy that starts from it; they share the reference from the first one's directory.
     """
-    found: dict[ModelKey, list[str]] = {}
+    found: dict[ModelKey, dict[str, list[str]]] = {}
     starts: dict[str, Path] = {}
-    for name in spec.policies:
-        own = spec_of(spec, name)
-        if own.algorithm.kl_coef > 0:
-            start = start_of(data_dir, job, name)
-            if own.start is not None:
-                start = starts.setdefault(own.start.checkpoint, start)
-            found.setdefault(_reference(own, start), []).append(name)
+    for name in spec.policies or ("",):
+        own, start = spec_of(spec, name), start_of(data_dir, job, name)
+        if own.start is not None:
+            start = starts.setdefault(own.start.checkpoint, start)
+        for key, roles in find_required_models(own, start).items():
+            for role in roles:
+                found.setdefault(key, {}).setdefault(role, []).append(name)
     return found
 
 
 def find_required_models(spec: JobSpec, start: Path) -> dict[ModelKey, list[str]]:
-    """Return roles by model, in a job without [policies]. `start`: directory of the checkpoint that the job starts
-    from, if it names one."""
+    """Return roles by model, of one policy. `spec`: with its settings. `start`: directory of the checkpoint that it
+    starts from, if it names one."""
     found: dict[ModelKey, list[str]] = {}
     if spec.algorithm.kl_coef > 0:
         found.setdefault(_reference(spec, start), []).append(REFERENCE)

@@ -31,8 +31,12 @@ def add_results(group: Group, found: dict[str, list[Any]], weights: dict[str, fl
     if VALUES in found:
         trajectories = [_add_values(t, found_T) for t, found_T in zip(trajectories, found[VALUES], strict=True)]
     if weights and found:
-        scores = [{name: float(found[REWARD + name][i]) for name in weights} for i in range(len(trajectories))]
-        trajectories = [_add_scores(t, own, weights) for t, own in zip(trajectories, scores, strict=True)]
+        judged = {name: found[REWARD + name] for name in weights if REWARD + name in found}
+        scores = [
+            {name: float(own[i]) for name, own in judged.items() if own[i] is not None}
+            for i in range(len(trajectories))
+        ]
+        trajectories = [_add_scores(t, own, weights) if own else t for t, own in zip(trajectories, scores, strict=True)]
     return msgspec.structs.replace(group, trajectories=trajectories)
 
 

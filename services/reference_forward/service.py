@@ -31,7 +31,7 @@ import structlog
 from opentinker.services.reference_forward.group_queue import PREFETCH, GroupQueue, QueuedGroup
 from opentinker.services.reference_forward.model_cache import ModelCache
 from opentinker.services.reference_forward.model_loader import MODEL_ERRORS, ModelLoader, describe_error
-from opentinker.services.reference_forward.required_models import ModelKey, find_references, find_required_models
+from opentinker.services.reference_forward.required_models import ModelKey, find_models
 from opentinker.services.reference_forward.results import add_results
 from opentinker.shared.asyncio_tools import Notifier, sleep, wait_event
 from opentinker.shared.data.readable_paths import check_opened
@@ -45,7 +45,6 @@ from opentinker.shared.runtime.worker_info import worker_info
 from opentinker.shared.spec import parse_spec
 from opentinker.shared.types.core import JobState, Pool
 from opentinker.shared.types.errors import Conflict, JobFailed, NotFound, SpecError
-from opentinker.shared.types.manifest import start_of
 from opentinker.shared.types.trajectories import Group
 
 if TYPE_CHECKING:
@@ -212,17 +211,12 @@ class ReferenceForward:
         except ValueError as error:  # forwarded unchanged: the trainer's own check discards it, so the ledger balances
             self.log.error("invalid_group_forwarded", job=work.group.job, group=work.group.seq, error=str(error))
             return True
-        start = start_of(self.ctx.settings.data_dir, work.group.job)
         if work.group.job not in self._checked:
             await check_opened(self.ctx.store, self.ctx.settings, work.group.job)
             self._checked.add(work.group.job)
         await asyncio.to_thread((await self.loader.get_scorer()).check, spec)
         work.temperature = spec.rollout.temperature
-        if spec.policies:
-            work.select_policies(find_references(spec, self.ctx.settings.data_dir, work.group.job))
-        else:
-            work.select_own()
-            work.needs = find_required_models(spec, start)
+        work.select(find_models(spec, self.ctx.settings.data_dir, work.group.job))
         work.weights = {judge.name: judge.weight for judge in spec.reward_models}
         return True
 

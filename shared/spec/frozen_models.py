@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from opentinker.shared.spec.base import SpecPart
+from opentinker.shared.spec.seats import MAX_POLICIES, PolicyName
 from opentinker.shared.types.mistakes import fill, mistake
 
 if TYPE_CHECKING:
@@ -35,6 +36,12 @@ class RewardModelSpec(SpecPart):
     """Factor of the score, which is added to the reward of the last turn; 0: it is only reported."""
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{0,40}$")] = ""
     """Name in metrics; default: the last part of base."""
+
+    policies: Annotated[list[PolicyName], Field(max_length=MAX_POLICIES)] = []
+    """Of [policies]: whose episodes it scores; default: those of all."""
+
+    def scores(self, policy: str) -> bool:
+        return not self.policies or policy in self.policies
 
     def resolve(self) -> list[dict[str, Any]]:
         last = re.sub(r"[^A-Za-z0-9_.-]", "-", self.base.rstrip("/").rpartition("/")[2])
@@ -102,7 +109,7 @@ def _settle_reward_models(spec: JobSpec) -> list[dict[str, Any]]:
     problem = ""
     if spec.train.learner == "simulated":
         problem = "does not apply to train.learner = 'simulated'"
-    elif spec.algorithm.advantage == "none":
+    elif not spec.policies and spec.algorithm.advantage == "none":
         problem = "would be ignored: algorithm.advantage = 'none' does not look at rewards"
     if judges and problem:
         return [mistake("reward_models", [judge.name for judge in judges], problem)]
@@ -111,6 +118,17 @@ def _settle_reward_models(spec: JobSpec) -> list[dict[str, Any]]:
         mistake(f"reward_models.{i}.name", name, "is the name of another one too: give it another")
         for i, name in enumerate(names)
         if name in names[:i]
+    ] + _judged_policies(spec)
+
+
+def _judged_policies(spec: JobSpec) -> list[dict[str, Any]]:
+    """Return mistakes in whose episodes reward models score."""
+    known = f"its policies are: {', '.join(spec.policies)}" if spec.policies else "it has no [policies]"
+    return [
+        mistake(f"reward_models.{i}.policies", name, f"is not a policy of this job; {known}")
+        for i, judge in enumerate(spec.reward_models)
+        for name in judge.policies
+        if name not in spec.policies
     ]
 
 

@@ -155,7 +155,8 @@ def spec_of(spec: JobSpec, policy: str) -> JobSpec:
     ranks = own.trainer_ranks or spec.resources.ranks
     tables = {table: getattr(own, table) for table in INHERITED}
     resources = spec.resources.model_copy(update={"trainer_ranks": ranks})
-    return spec.model_copy(update={**tables, "resources": resources, "start": own.start})
+    judges = [judge for judge in spec.reward_models if judge.scores(policy)]
+    return spec.model_copy(update={**tables, "resources": resources, "start": own.start, "reward_models": judges})
 
 
 def frozen_spec_of(spec: JobSpec, checkpoint: str) -> JobSpec:
@@ -220,7 +221,6 @@ def _absent_parts(spec: JobSpec) -> list[Mistake]:
     parts = {
         "teacher": spec.teacher and spec.teacher.base,
         "value_model": spec.value_model and spec.value_model.base,
-        "reward_models": [model.base for model in spec.reward_models] or None,
         "algorithm.distill_coef": spec.algorithm.distill_coef or None,
         "rollout.sleep": spec.rollout.sleep if spec.rollout.sleep == "always" else None,
     }

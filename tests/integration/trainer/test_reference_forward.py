@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 from opentinker.services.reference_forward.required_models import (
     REFERENCE,
     ModelKey,
-    find_references,
+    find_models,
     find_required_models,
 )
 from opentinker.services.reference_forward.results import add_results
@@ -214,8 +214,8 @@ def test_policies_that_start_from_one_checkpoint_share_its_reference(tmp_path: P
     one, other = ({**kl, "start": {"from": f"j-0123456789@{step}"}} for step in (3, 4))
     policies = {"a": one, "b": one, "c": other, "d": kl, "e": kl}
     spec = make_spec(environment={"name": "game"}, policies=policies, seats={name: name for name in policies})
-    found = find_references(spec, tmp_path, "j")
-    assert list(found.values()) == [["a", "b"], ["c"], ["d", "e"]]
+    found = find_models(spec, tmp_path, "j")
+    assert [roles[REFERENCE] for roles in found.values()] == [["a", "b"], ["c"], ["d", "e"]]
     assert [Path(key.base) for key in found][:2] == [start_of(tmp_path, "j", name) for name in "ac"]
 
 

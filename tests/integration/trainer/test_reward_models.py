@@ -217,6 +217,36 @@ async def test_a_bad_judge_fails_its_job_alone(bus: Bus, store: Store, small: Pa
     assert (await store.job(job)).state is not JobState.FAILED
 
 
+async def test_reward_models_score_the_policies_that_they_name(
+    bus: Bus, store: Store, small: Path, judge: Path
+) -> None:
+    """One classifier in two roles: it raises the reward of one policy and lowers that of another."""
+    judges = [
+        {"base": str(judge), "name": "more", "weight": 0.5, "policies": ["a"]},
+        {"base": str(judge), "name": "less", "weight": -2.0, "policies": ["b"]},
+    ]
+    policies: dict[str, Any] = {"a": {"algorithm": {"kl_coef": 0.1}}, "b": {}, "c": {}}
+    seats = {name: name for name in policies}
+    job = await add_job(store, str(small), {"policies": policies, "seats": seats, "reward_models": judges})
+    (group,) = of_job(job, 1)
+    rows = [
+        msgspec.structs.replace(t, policy=name, messages=said("1 + 1?", name) if name in "ab" else None)
+        for t, name in zip(group.trajectories, "abcb", strict=True)
+    ]
+    await send(bus, msgspec.structs.replace(group, trajectories=rows))
+    async with running(bus, store) as service:
+        await passed(bus, job, 1)
+        assert len(service.cache) == 2, "the judge once, and the reference"
+    (found,) = await bus.stored(GROUP, job=job)
+    found.check()
+    for row, t in zip(rows, found.trajectories, strict=True):
+        judged = {"a": ("more", 0.5), "b": ("less", -2.0)}.get(t.policy)
+        score = plain_score(judge, said("1 + 1?", t.policy), 0) if judged else 0.0
+        assert t.scores == ({judged[0]: pytest.approx(score, abs=1e-5)} if judged else {})
+        assert t.reward == pytest.approx(row.reward + (judged[1] * score if judged else 0.0), abs=1e-5)
+        assert t.messages is None and (t.ref_logprobs_T is not None) == (t.policy == "a")
+
+
 def test_the_template_of_a_judge_is_read_where_transformers_puts_it(judge: Path) -> None:
     """What the scheduler looks for at submission."""
     assert (judge / "chat_template.jinja").exists()

@@ -8,7 +8,7 @@ import numpy as np
 
 from opentinker.services.reference_forward.group_queue import GroupQueue, QueuedGroup
 from opentinker.services.reference_forward.model_cache import ModelCache
-from opentinker.services.reference_forward.required_models import REFERENCE, ModelKey
+from opentinker.services.reference_forward.required_models import REFERENCE, REWARD, ModelKey
 from opentinker.services.reference_forward.results import add_results
 from opentinker.shared.types.trajectories import Group
 from tests.support.factories import group_of, make_group, make_trajectory
@@ -18,7 +18,8 @@ A, B, C = (ModelKey(name, "float32") for name in ("a", "b", "c"))
 
 def queued(group: Group, **needs: list[str]) -> QueuedGroup:
     """`needs`: roles by the name of a model."""
-    return QueuedGroup(cast(Any, None), group, 1.0, {ModelKey(name, "float32"): roles for name, roles in needs.items()})
+    models = {ModelKey(name, "float32"): dict.fromkeys(roles, ("",)) for name, roles in needs.items()}
+    return QueuedGroup(cast(Any, None), group, 1.0, dict(models))
 
 
 def work(job: str, key: ModelKey, seq: int = 0) -> QueuedGroup:
@@ -43,6 +44,21 @@ def test_trajectories_of_frozen_checkpoints_are_not_scored_and_keep_their_places
     usual = queued(make_group())
     usual.select_own()
     assert usual.whole is None and usual.put_back(usual.group) is usual.group
+
+
+def test_a_model_has_each_of_its_roles_for_other_policies() -> None:
+    rows = [make_trajectory(index=0, seat=seat, policy=seat) for seat in "abc"]
+    match = queued(group_of(rows))
+    match.select({A: {REWARD + "more": ["a"], REWARD + "less": ["b"]}, B: {REFERENCE: ["a"]}, C: {REFERENCE: ["d"]}})
+    assert match.needs.keys() == {A, B}, "nobody plays for d"
+    assert match.part(A).trajectories == rows[:2] and match.part(B).trajectories == rows[:1]
+    match.add(A, [2.0, 3.0])
+    match.add(B, [np.zeros(6)])
+    weights = {"more": 1.0, "less": -1.0, "absent": 5.0}
+    found = match.put_back(add_results(match.group, match.results, weights)).trajectories
+    assert [t.scores for t in found] == [{"more": 2.0}, {"less": 3.0}, {}] and not match.needs
+    assert [t.reward - own.reward for t, own in zip(found, rows, strict=True)] == [2.0, -3.0, 0.0]
+    assert [t.ref_logprobs_T is not None for t in found] == [True, False, False] and found[2] is rows[2]
 
 
 def test_a_pass_takes_groups_of_all_jobs_of_a_model_up_to_its_tokens_and_at_least_one() -> None:

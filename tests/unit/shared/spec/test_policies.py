@@ -70,6 +70,15 @@ def test_adapters_are_inherited_setting_by_setting() -> None:
     ]
 
 
+def test_a_reward_model_scores_all_policies_or_those_that_it_names() -> None:
+    judges = [{"base": "all"}, {"base": "one", "policies": ["listener"], "weight": -1.0}]
+    spec = parse_spec({**BASE, "policies": {"speaker": {}, "listener": {}}, "reward_models": judges})
+    assert [judge.name for judge in spec_of(spec, "speaker").reward_models] == ["all"]
+    assert [judge.name for judge in spec_of(spec, "listener").reward_models] == ["all", "one"]
+    assert is_scored(spec.model_dump(mode="json"))
+    assert parse_spec(spec.model_dump(mode="json")) == spec
+
+
 def test_every_mistake_is_reported_at_once() -> None:
     found = refused(
         policies={"speaker": {"train": {"steps": 4}}, "listener": {"algorithm": {"group_size": 8}}, "third": {}},
@@ -108,6 +117,16 @@ def test_every_mistake_is_reported_at_once() -> None:
             "reference-forward computes what comes together",
         ),
         ({"rollout": {"sleep": "always"}}, "rollout.sleep", "several policies"),
+        (
+            {"reward_models": [{"base": "judge", "policies": ["listener", "speeker"]}]},
+            "reward_models.0.policies",
+            "is not a policy of this job; its policies are: speaker, listener",
+        ),
+        (
+            {"reward_models": [{"base": "judge", "policies": ["speaker"]}], "policies": {}, "seats": {}},
+            "reward_models.0.policies",
+            "it has no .policies.",
+        ),
         (
             {"match": {"rotate": True}, "algorithm": {"group_size": 3}},
             "algorithm.group_size",
