@@ -242,6 +242,13 @@ function Table({ jobs, columns, sort, choose, order, again }: TableProps): JSX.E
     else if (top + ROW_PX > window.innerHeight) window.scrollBy(0, top + ROW_PX - window.innerHeight + 8);
   };
   useLayoutEffect(() => {
+    const { style } = document.documentElement;
+    style.overflowAnchor = "none"; // else the browser keeps the end of the list in view, and each page that comes asks for the next
+    return () => {
+      style.overflowAnchor = "";
+    };
+  }, []);
+  useLayoutEffect(() => {
     const pressed = (event: KeyboardEvent): void => {
       const within = (what: string): boolean => event.target instanceof HTMLElement && event.target.closest(what) !== null;
       const typing = within('input:not([type="checkbox"]), select, textarea') || (event.key === "Enter" && within("button, a, summary"));
