@@ -176,10 +176,14 @@ def start_nats(directory: Path, sync_interval: str = "2m", **changes: str) -> Se
     return Server([str(nats_binary()), "-c", str(conf)], port, f"nats://127.0.0.1:{port}")
 
 
-def start_valkey(directory: Path) -> Server:
+def start_valkey(directory: Path, appendfsync: str = "everysec") -> Server:
+    """`appendfsync` as Valkey has it by default: while the disk is slow it answers before it has written, and forgets
+    that when it is killed."""
     port = free_port()
     argv = [str(valkey_binary()), "--port", str(port), "--bind", "127.0.0.1", "--dir", str(directory)]
-    return Server([*argv, "--appendonly", "yes", "--save", ""], port, f"redis://127.0.0.1:{port}/0")
+    return Server(
+        [*argv, "--appendonly", "yes", "--appendfsync", appendfsync, "--save", ""], port, f"redis://127.0.0.1:{port}/0"
+    )
 
 
 @pytest.fixture(scope="session")

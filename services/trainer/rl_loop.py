@@ -69,23 +69,16 @@ class TrainerJob:
         self.policy, self.joint = policy, joint or JointProgress.of(spec)
         self.ctx = worker.ctx
         self.reporter = JobReporter(self.ctx, lease, spec, learner, worker.trace, policy, self.joint)
-        self.rollout_log = RolloutLog(self.reporter.root.parent, spec.rollout.transcripts, self.reporter.event)
+        root, event = self.reporter.root.parent, self.reporter.event
+        self.rollout_log = RolloutLog(root, spec.rollout.transcripts, event)
         solved_at = spec.validation.solved_at if spec.validation is not None else 1.0
         self.admission = Admission(
             self.ctx.store.redis, lease.job, lease.epoch, policies=list(spec.policies), policy=policy
         )
         identity = Manifest(job=lease.job, policy=policy, epoch=lease.epoch, step=0, version=WeightVersion(0, 0))
-        root = self.reporter.root.parent
         anchor = "" if spec.validation is None else spec.validation.anchor_of(policy)
         self.pools = OpponentPools(
-            pools_of(spec, policy),
-            identity,
-            root,
-            learner,
-            self.admission,
-            self.reporter.event,
-            self.joint.ratings,
-            anchor,
+            pools_of(spec, policy), identity, root, learner, self.admission, event, self.joint.ratings, anchor
         )
         self.publisher = Publisher(self.ctx, lease, learner.device, self._served, policy)
         self.validation = EvalScheduler(self.ctx, lease, spec.validation, self.reporter, self.publisher.offer)

@@ -22,7 +22,7 @@ SPEC: dict[str, Any] = {"name": "n", "kind": "rl", "model": {"base": "m"}, "trai
 
 @pytest.fixture
 def own_server(tmp_path: Path) -> Iterator[Server]:
-    server = start_valkey(tmp_path)
+    server = start_valkey(tmp_path, appendfsync="always")
     yield server
     server.kill()
 

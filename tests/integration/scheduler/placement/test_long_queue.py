@@ -11,7 +11,7 @@ import pytest
 from opentinker.services.scheduler.placement import planner
 from opentinker.services.scheduler.placement.reconciler import Reconciler
 from opentinker.services.scheduler.placement.types import ClusterView, PlacementPlan
-from opentinker.shared.state.active_jobs import PORTION
+from opentinker.shared.state.active_jobs import PORTION, ActiveJobs
 from opentinker.shared.state.job_rows import JobRows
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobRecord, JobState
@@ -21,44 +21,47 @@ from tests.support.scheduling import context, new_job
 JOBS = 2 * PORTION + 5
 
 
+class Reading:
+    """The active jobs of a store, and the ids of those whose records were read."""
+
+    def __init__(self, store: Store) -> None:
+        self.store, self.ids = store, list[str]()
+        self.jobs = ActiveJobs(store.redis, self._read)
+
+    async def _read(self, ids: Sequence[str]) -> list[JobRecord]:
+        self.ids += ids
+        return await self.store.jobs(ids)
+
+
 @pytest.fixture
-def read(store: Store, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Ids of the jobs whose records are read."""
-    asked: list[str] = []
-    as_before = store.jobs
-
-    async def jobs(ids: Sequence[str]) -> list[JobRecord]:
-        asked.extend(ids)
-        return await as_before(ids)
-
-    monkeypatch.setattr(store._active, "_read", jobs)
-    return asked
+def reading(store: Store) -> Reading:
+    return Reading(store)
 
 
-async def test_only_changed_jobs_are_read_again(store: Store, read: list[str]) -> None:
+async def test_only_changed_jobs_are_read_again(store: Store, reading: Reading) -> None:
     ids = [await new_job(store, f"j-{number:04}") for number in range(JOBS)]
-    assert [job.id for job in await store.active_jobs()] == ids == sorted(read)
-    read.clear()
+    assert [job.id for job in await reading.jobs.all()] == ids == sorted(reading.ids)
+    reading.ids.clear()
     await store.transition(ids[3], JobState.STARTING, epoch=1)
     await store.update(ids[5], waiting_for="a trainer")
     await JobRows(store.redis).label(ids[7], {"name": "renamed"}, add=["new"], remove=[])
     await store.transition(ids[9], JobState.CANCELLED)
     late = await new_job(store, "j-late")
-    jobs = {job.id: job for job in await store.active_jobs()}
-    assert sorted(read) == [*ids[3:9:2], late] and jobs.keys() == {*ids, late} - {ids[9]}
+    jobs = {job.id: job for job in await reading.jobs.all()}
+    assert sorted(reading.ids) == [*ids[3:9:2], late] and jobs.keys() == {*ids, late} - {ids[9]}
     assert jobs[ids[3]].state == JobState.STARTING and jobs[ids[5]].waiting_for == "a trainer"
     assert (jobs[ids[7]].spec["name"], jobs[ids[7]].tags) == ("renamed", ["new"])
     assert list(jobs.values()) == sorted(await store.jobs(list(jobs)), key=lambda job: job.created)
 
 
-async def test_jobs_that_have_begun_are_read_without_the_queue(store: Store, read: list[str]) -> None:
+async def test_jobs_that_have_begun_are_read_without_the_queue(store: Store, reading: Reading) -> None:
     ids = [await new_job(store, f"j-{number:04}") for number in range(JOBS)]
     for id in (ids[8], ids[2]):
         await store.transition(id, JobState.STARTING, epoch=1)
     await store.transition(ids[8], JobState.RUNNING)
-    assert [job.id for job in await store.held_jobs()] == [ids[2], ids[8]] == sorted(read)
+    assert [job.id for job in await reading.jobs.held()] == [ids[2], ids[8]] == sorted(reading.ids)
     await store.transition(ids[2], JobState.QUEUED)
-    assert [job.id for job in await store.held_jobs()] == [ids[8]]
+    assert [job.id for job in await reading.jobs.held()] == [ids[8]]
 
 
 async def test_a_round_plans_beside_the_requests(
