@@ -7,7 +7,8 @@
 Their models must be there: the first lines of each example say how to make them. A sweep's curve is its best value so
 far, trial by trial. Policies that play each other earn the same on average whatever they learn: the curve of such a job
 is of its evaluations, and Kuhn poker's of the distance from an equilibrium. An example without a curve has a `note`
-there, which says why. The `digest` of a curve is that of the settings that it was recorded with.
+there, which says why; beside a curve, a `note` says what to see in it. The environment.toml
+beside an example is pushed before it is run. The `digest` of a curve is that of the settings that it was recorded with.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from opentinker import Client
 from opentinker.cli.run import everything
 from opentinker.envs.builtin.kuhn_rules import average_policy, exploitability
 from opentinker.local.discovery import key_in, read_state
+from opentinker.shared.data.uploads import DESCRIPTION
 from opentinker.shared.types.core import parts_of
 
 HERE = Path(__file__).resolve().parent
@@ -56,7 +58,12 @@ def recorded(name: str, steps: int | None) -> dict[str, Any]:
     file = HERE / f"{name}.toml"
     spec = tomllib.loads(file.read_text())
     with tempfile.TemporaryDirectory(prefix="opentinker-") as place:
-        curve = _of_sweep(file, spec, Path(place)) if "sweep" in spec else _of_job(file, place, steps)
+        if "sweep" in spec:
+            curve = _of_sweep(file, spec, Path(place))
+        elif (file.parent / DESCRIPTION).exists():
+            curve = _of_pushed(file, spec, Path(place))
+        else:
+            curve = _of_job(file, place, steps)
     return {**curve, "digest": digest_of(file.read_text())}
 
 
@@ -75,6 +82,15 @@ def _of_job(file: Path, place: str, steps: int | None) -> dict[str, Any]:
     if len(values) < 2:
         raise ValueError(f"{file.stem} ended without a curve")
     return {"metric": metric, "values": _kept(values), "steps": job["step"]}
+
+
+def _of_pushed(file: Path, spec: dict[str, Any], place: Path) -> dict[str, Any]:
+    with everything(place, 0, WORKERS, keep=False) as url, Client(url, api_key=key_in(read_state(place))) as client:
+        client.push_environment(file.parent)
+        job = client.wait(client.submit(spec, beside=file.parent)["id"])
+    if job["state"] != "succeeded":
+        raise ValueError(f"{file} {job['state']}: {job['reason']}")
+    return {"metric": METRICS[job["kind"]], "values": _kept(job["curve"]), "steps": job["step"]}
 
 
 def _exploitability(file: Path, checkpoints: Path) -> list[float]:
@@ -110,7 +126,9 @@ def main() -> None:
     options = parser.parse_args()
     known = orjson.loads(CURVES.read_bytes())
     for name in options.names:
-        known[name] = recorded(name, options.steps)
+        curve = recorded(name, options.steps)
+        beside = known[name] if "values" in known.get(name, {}) else {}
+        known[name] = {**curve, "note": beside["note"]} if "note" in beside else curve
         CURVES.write_bytes(orjson.dumps(known, option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS))
         print(f"{name}: {known[name]['metric']} to {known[name]['values'][-1]}")
 

@@ -2,7 +2,7 @@
 
 import expected from "../../../examples/curves.json";
 
-const FILES = import.meta.glob<string>(["../../../examples/**/*.toml", "!../../../examples/**/environment.toml"], { query: "?raw", import: "default", eager: true });
+const FILES = import.meta.glob<string>(["../../../examples/**/*.toml", "!../../../examples/**/environment.toml", "!../../../examples/data/**"], { query: "?raw", import: "default", eager: true });
 
 const FOLDER = "/examples/";
 
@@ -14,12 +14,14 @@ export interface Curve {
   trials?: number;
   /** Of the settings that it was recorded with. */
   digest?: string;
+  /** What to see in it. */
+  note?: string;
 }
 
 export interface Template {
   name: string;
   curve: Curve | null;
-  /** Why there is no curve. */
+  /** Why there is no curve, or what to see in it. */
   note: string;
   text: string;
 }
@@ -29,5 +31,5 @@ const EXPECTED = expected as Record<string, Curve | { note: string }>;
 export const TEMPLATES: Template[] = Object.entries(FILES).map(([path, text]) => {
   const name = path.slice(path.indexOf(FOLDER) + FOLDER.length, -".toml".length);
   const found = EXPECTED[name];
-  return found && "values" in found ? { name, curve: found, note: "", text } : { name, curve: null, note: found?.note ?? "", text };
+  return { name, curve: found && "values" in found ? found : null, note: found?.note ?? "", text };
 });

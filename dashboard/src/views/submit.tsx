@@ -308,7 +308,8 @@ function Templates({ show }: { show: (text: string) => void }): JSX.Element {
         {all.map((one) => (
           <li key={one.name}>
             <button onClick={() => show(one.text)}>{one.name}</button>
-            {one.curve ? <Expected of={one.curve} /> : <small class="dim">{one.note}</small>}
+            {one.curve && <Expected of={one.curve} />}
+            {one.note && <small class="dim">{one.note}</small>}
           </li>
         ))}
       </ul>

@@ -149,7 +149,12 @@ def _evaluated(one: Evaluation, metric: str = "") -> str:
 
 
 def download(
-    job_id: Annotated[str, typer.Argument(metavar="JOB", help="Job id, or the name of a published checkpoint.")],
+    job_id: Annotated[
+        str,
+        typer.Argument(
+            metavar="JOB", help="Job id, or the name of a published checkpoint.", autocompletion=complete.jobs
+        ),
+    ],
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Created if missing; must be empty.")],
     step: Annotated[int | None, typer.Option(help="Checkpoint of this step; default: the newest.", min=0)] = None,
     policy: Policy = "",
@@ -227,7 +232,7 @@ def delete(
 
 
 def publish(
-    checkpoint: Annotated[str, typer.Argument(metavar="JOB@STEP", help="Or JOB@latest.")],
+    checkpoint: Annotated[str, typer.Argument(metavar="JOB@STEP", help="Or JOB@latest.", autocompletion=complete.jobs)],
     name: Name,
     url: Url = None,
     as_json: AsJson = False,

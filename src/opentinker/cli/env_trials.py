@@ -10,6 +10,7 @@ import typer
 
 from opentinker.cli import harbor_tasks
 from opentinker.cli.common import AsJson, Url, assigned, client, complain, print_json, say
+from opentinker.cli.shell import complete
 from opentinker.cli.specs import import_from_here, read_spec
 from opentinker.shared.types.errors import plural
 
@@ -25,13 +26,19 @@ REPORT_BYTES = 250_000
 FEW = 0.1
 """Share of groups that carry signal below which training is slow to begin."""
 Name = Annotated[
-    str, typer.Argument(metavar="ENVIRONMENT", help="module:Class, importable from this directory, or a built-in name.")
+    str,
+    typer.Argument(
+        metavar="ENVIRONMENT",
+        help="module:Class, importable from this directory, or a built-in name.",
+        autocompletion=complete.local_environments,
+    ),
 ]
 Checked = Annotated[
     str,
     typer.Argument(
         metavar="ENVIRONMENT",
         help="module:Class, importable from this directory, a built-in name, or harbor:SET or harbor:SET/TASK.",
+        autocompletion=complete.local_environments,
     ),
 ]
 Setting = Annotated[
@@ -195,10 +202,10 @@ def play(
     ] = False,
 ) -> None:
     """Play an episode yourself: read the model's prompts and type its answers. Ctrl-D ends it."""
-    from opentinker.local.env_trial import Asked, play_by_hand, show_messages, show_outcome
+    from opentinker.local.env_trial import Asked, play_row, show_messages, show_outcome
 
     import_from_here()
-    tried = play_by_hand(Asked(name, config_of(settings), 1, seed, turns, row, bots=bots_of(bots)))
+    tried = play_row(Asked(name, config_of(settings), 1, seed, turns, row, bots=bots_of(bots)))
     if tried.failure:
         complain(f"error: {tried.failure}")
         raise typer.Exit(1)

@@ -20,7 +20,10 @@ from opentinker.shared.types.errors import plural
 PUSH_S = 60.0
 env = typer.Typer(name="env", help="Environments: what there is, and those of your own.", no_args_is_help=True)
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="See `opentinker env list`.")]
+Name = Annotated[
+    str,
+    typer.Argument(metavar="NAME", help="See `opentinker env list`.", autocompletion=complete.pushed_environments),
+]
 
 
 @env.command()
@@ -111,7 +114,14 @@ def about(
 
 @env.command()
 def delete(
-    name: Annotated[str, typer.Argument(metavar="NAME[@VERSION]", help="Without a version: all of them.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME[@VERSION]",
+            help="Without a version: all of them.",
+            autocompletion=complete.pushed_environments,
+        ),
+    ],
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:

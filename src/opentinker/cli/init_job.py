@@ -13,6 +13,7 @@ import orjson
 import typer
 
 from opentinker.cli.common import AsJson, Url, as_typed, print_json, say, server_url
+from opentinker.cli.shell import complete
 
 MODEL = "Qwen/Qwen3-0.6B"
 ENVIRONMENT = "gsm8k"
@@ -32,7 +33,10 @@ class Kind(StrEnum):
 def init(
     path: Annotated[Path, typer.Argument(metavar="JOB.toml", help="The file to write.")] = Path("job.toml"),
     kind: Annotated[Kind | None, typer.Option(help="Kind of job.")] = None,
-    environment: Annotated[str | None, typer.Option(help="rl: built-in name, URL or module:Class.")] = None,
+    environment: Annotated[
+        str | None,
+        typer.Option(help="rl: built-in name, URL or module:Class.", autocompletion=complete.local_environments),
+    ] = None,
     rows: Annotated[str | None, typer.Option(help="sft, dpo: file with the rows.")] = None,
     model: Annotated[str | None, typer.Option(help="Directory or Hugging Face id.")] = None,
     adapter: Annotated[bool | None, typer.Option("--adapter/--whole", help="Train an adapter, or all weights.")] = None,

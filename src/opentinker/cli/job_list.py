@@ -50,7 +50,10 @@ def jobs(
     name: Annotated[str | None, typer.Option("--name", help="Only jobs with this text in their name.")] = None,
     project: Annotated[str | None, typer.Option("--project", help="Only jobs of this project.")] = None,
     tags: Annotated[list[str] | None, typer.Option("--tag", help="Only jobs with this tag. Repeatable.")] = None,
-    environment: Annotated[str | None, typer.Option("--environment", help="Only jobs with this environment.")] = None,
+    environment: Annotated[
+        str | None,
+        typer.Option("--environment", help="Only jobs with this environment.", autocompletion=complete.environments),
+    ] = None,
     model: Annotated[
         str | None, typer.Option("--model", help="Only jobs of this model, as their spec names it.")
     ] = None,

@@ -13,6 +13,7 @@ import orjson
 import typer
 
 from opentinker.cli.common import DATA_DIR, PATIENCE_S, AsJson, DataDir, Url, client, line_of, say
+from opentinker.cli.shell import complete
 from opentinker.local.processes import tail
 from opentinker.shared.types.errors import OpenTinkerError
 from opentinker.shared.types.telemetry import LEVELS
@@ -30,6 +31,7 @@ def logs(
             metavar="JOB|SERVICE",
             help="A job: its lines from all services. A service on this machine, e.g. trainer-0 or nats. "
             "Default: every service here. `-` makes JSON lines from standard input readable.",
+            autocompletion=complete.jobs,
         ),
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", "--watch", "-w", help="Keep printing new lines.")] = False,

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from opentinker.cli.common import AsJson, JobId, Policy, Url, client, print_found, print_json, print_table, say
+from opentinker.cli.shell import complete
 from opentinker.shared.api_types import Heard, Rollout, Said, Shown, View
 from opentinker.shared.types.core import part_id
 from opentinker.shared.types.errors import plural
@@ -173,7 +174,7 @@ def _whole(first: float, end: float) -> str:
 
 def usage(
     by: Annotated[str, typer.Option(help="One row per job, day or key.")] = "job",
-    job: Annotated[str | None, typer.Option(metavar="JOB", help="Only this job.")] = None,
+    job: Annotated[str | None, typer.Option(metavar="JOB", help="Only this job.", autocompletion=complete.jobs)] = None,
     first: Annotated[
         str | None, typer.Option("--from", metavar="DAY", help="With --by day: the first day, as 2026-11-22.")
     ] = None,

@@ -12,6 +12,7 @@ import orjson
 import typer
 
 from opentinker.cli.common import AsJson, as_typed, assigned, print_json, say
+from opentinker.cli.shell import complete
 from opentinker.shared.types.errors import OpenTinkerError, SpecError, described
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ FromCheckpoint = Annotated[
     typer.Option(
         metavar="JOB@STEP",
         help="Begin with the weights of this checkpoint (or JOB@latest, or a published name).",
+        autocompletion=complete.jobs,
     ),
 ]
 Changes = Annotated[

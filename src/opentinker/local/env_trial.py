@@ -235,9 +235,11 @@ class Asked(msgspec.Struct):
     seed: int
     turns: int
     row: int | None = None
-    """Row of the one episode that a person plays; None: `look_at` plays `episodes`."""
+    """Row of the one episode that a person or a script plays; None: `look_at` plays `episodes`."""
     bots: dict[str, str] = {}
     """With `row`: bots of the environment by seat."""
+    answers: list[Message] = []
+    """With `row`: messages of a script that plays instead of a person."""
     answer: str = ""
     """The file that Answered goes to: stdout is for the person, and for what libraries print."""
 
@@ -255,8 +257,8 @@ def look(asked: Asked) -> Report:
     return report
 
 
-def play_by_hand(asked: Asked) -> Tried:
-    """The episode of `asked.row`, at the terminal. Raises SpecError."""
+def play_row(asked: Asked) -> Tried:
+    """The episode of `asked.row`, by `asked.answers` or at the terminal. Raises SpecError."""
     tried = _answered(asked).tried
     assert tried is not None
     return tried
@@ -284,7 +286,8 @@ async def _played(asked: Asked) -> Answered:
     if asked.row is None:
         episodes = asked.episodes
         return Answered(await look_at(asked.name, asked.config, episodes=episodes, seed=asked.seed, turns=asked.turns))
-    policy, row = Person(), asked.row
+    policy = Repeating([("", message) for message in asked.answers]) if asked.answers else Person()
+    row = asked.row
     tried = await play(asked.name, asked.config, policy, row=row, seed=asked.seed, turns=asked.turns, bots=asked.bots)
     return Answered(tried=tried)
 

@@ -73,7 +73,7 @@ def _told(message: Message, seat: str) -> str:
 def earned(reply: SessionReply, *, own: bool) -> list[str]:
     """Say what a turn earned. `own`: also the reward of its seat, if it is 0."""
     parts = [f"reward {reply.reward:g}"] if reply.reward or own else []
-    parts += [f"{name} {value:g}" for name, value in reply.components.items()]
+    parts += [f"{name} {value + 0.0:g}" for name, value in reply.components.items()]  # -0.0 as 0
     return parts + [f"{seat} gets {sum(named.values()):g}" for seat, named in reply.rewards.items()]
 
 

@@ -133,6 +133,8 @@ async def test_a_template_is_changed_in_the_form_and_looked_at_by_the_queue(open
         ("bandit", "reward/mean to "),
         ("sweep_toy", "best exact of 10 trials: 1"),
         ("tinker/server", "programs that use the Tinker API train"),
+        ("geometry3k", "reward/mean to 0 in 20 steps"),
+        ("geometry3k", "it learns nothing"),
         ("eval", "ends with a table of results, not with a curve"),
     ):
         of_name = templates.filter(has=tab.page.get_by_role("button", name=name, exact=True))

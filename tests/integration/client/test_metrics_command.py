@@ -24,6 +24,8 @@ from tests.integration.client.test_cli import environ, typed
 from tests.support.api import OPERATOR, SPEC
 from tests.support.factories import make_point, make_spec
 
+ROOT = Path(__file__).parents[3]
+
 
 @pytest.fixture
 def on(client: AsyncClient, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -100,7 +102,13 @@ async def test_the_shell_completes_what_the_server_lists(client: AsyncClient, st
     assert await offered(f"cancel {mine[:5]}") == [mine], "several jobs too"
     assert await offered(f"watch {other}") == [other]
     assert await offered("env about cop") == ["copy_digits"]
+    assert await offered(f"download {mine[:5]}") == await offered(f"logs {mine[:5]}") == [mine]
+    assert await offered(f"publish {mine[:5]}") == await offered(f"usage --job {mine[:5]}") == [mine]
+    assert await offered("jobs --environment ban") == ["bandit"]
     assert await offered("sweep s-") == []
+
+    await client.push_environment(ROOT / "examples/environments/parity")
+    assert await offered("env show par") == await offered("env delete par") == ["parity"]
 
 
 def begun(command: list[str], file: Path) -> subprocess.Popen[bytes]:

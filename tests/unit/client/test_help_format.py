@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
@@ -88,6 +90,29 @@ def test_nothing_is_offered_while_no_server_answers(monkeypatch: pytest.MonkeyPa
     job = typer.main.get_command(app).commands["job"]  # type: ignore[attr-defined]
     context = job.make_context("job", ["--url", "http://127.0.0.1:1"], resilient_parsing=True)
     assert complete.jobs(context, "j-") == complete.environments(context, "") == []
+
+
+def test_every_argument_that_names_a_job_sweep_or_environment_is_completed() -> None:
+    named = {"JOB", "JOB@STEP", "JOB|SERVICE", "SWEEP", "CHECKPOINT", "ENVIRONMENT"}
+    completed = {f"{command} {p.metavar or p.name}": p._custom_shell_complete for command, p in parameters()}
+    asked = {
+        name for name in completed
+        if name.split()[-1] in named | {"environment"} or re.match(r"env (show|about|delete) NAME", name)
+    }  # fmt: skip
+    assert asked >= {"env play ENVIRONMENT", "env show NAME", "job JOB", "jobs environment", "run JOB@STEP"}
+    assert [name for name in sorted(asked) if completed[name] is None] == []
+
+
+def parameters() -> Iterator[tuple[str, Any]]:
+    """Every command with each of its parameters."""
+    commands = list(typer.main.get_command(app).commands.items())  # type: ignore[attr-defined]
+    for name, command in commands:
+        commands += [(f"{name} {below}", one) for below, one in getattr(command, "commands", {}).items()]
+        yield from ((name, parameter) for parameter in command.params)
+
+
+def test_environments_of_this_machine_are_offered_without_a_server() -> None:
+    assert complete.local_environments("tic") == ["tictactoe"]
 
 
 def test_the_table_of_exit_statuses_is_that_of_the_commands() -> None:

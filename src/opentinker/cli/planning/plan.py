@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from opentinker.cli.common import AsJson, Url, client, complain, print_json, print_table, say
+from opentinker.cli.shell import complete
 from opentinker.cli.specs import Changes, SpecFile, demands, read_spec
 from opentinker.shared.types.core import split_part
 from opentinker.shared.types.errors import OpenTinkerError
@@ -29,7 +30,10 @@ ENOUGH = 1.1
 def plan(
     path: SpecFile,
     like: Annotated[
-        str | None, typer.Option(metavar="JOB", help="Use durations and lengths measured in this earlier job.")
+        str | None,
+        typer.Option(
+            metavar="JOB", autocompletion=complete.jobs, help="Use durations and lengths measured in this earlier job."
+        ),
     ] = None,
     rollout_workers: Annotated[
         str, typer.Option(metavar="N,N...", help="Numbers of rollout workers to compare.")

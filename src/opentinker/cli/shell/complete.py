@@ -38,6 +38,20 @@ def environments(ctx: typer.Context, incomplete: str) -> list[Offer]:
     return _asked(ctx, incomplete, found)
 
 
+def pushed_environments(ctx: typer.Context, incomplete: str) -> list[Offer]:
+    """Return names of environments that were pushed, as `env show` and `env delete` take them."""
+    return _asked(
+        ctx, incomplete, lambda api: ((one["name"], f"version {one['version']}") for one in api.environments())
+    )
+
+
+def local_environments(incomplete: str) -> list[str]:
+    """Return names of environments that this machine can play without a server."""
+    from opentinker.envs.registry import BUILT_IN
+
+    return [name for name in sorted(BUILT_IN) if name.startswith(incomplete)]
+
+
 def _told(one: Any) -> str:
     """`my job, running`, without what a shell takes for a separator."""
     return " ".join(f"{one['name']}, {one['state']}".replace(":", " ").split())
