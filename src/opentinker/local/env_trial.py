@@ -51,6 +51,13 @@ class Report:
     """Rewards differed, or an expert got more than guessing."""
 
 
+def playable() -> list[str]:
+    """Return the names of environments that need no server and no module of one's own, sorted."""
+    from opentinker.envs.registry import BUILT_IN
+
+    return sorted(BUILT_IN)
+
+
 async def look_at(name: str, config: dict[str, Any], *, episodes: int, seed: int, turns: int) -> Report:
     """Plays the expert, if there is one, and guesses; then the same again. Raises SpecError for name and config."""
     from opentinker.envs.registry import check, find

@@ -47,9 +47,9 @@ def pushed_environments(ctx: typer.Context, incomplete: str) -> list[Offer]:
 
 def local_environments(incomplete: str) -> list[str]:
     """Return names of environments that this machine can play without a server."""
-    from opentinker.envs.registry import BUILT_IN
+    from opentinker.local.env_trial import playable
 
-    return [name for name in sorted(BUILT_IN) if name.startswith(incomplete)]
+    return [name for name in playable() if name.startswith(incomplete)]
 
 
 def _told(one: Any) -> str:
