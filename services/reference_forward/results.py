@@ -29,7 +29,10 @@ def add_results(group: Group, found: dict[str, list[Any]], weights: dict[str, fl
                 for t, found_T in zip(trajectories, found[role], strict=True)
             ]
     if VALUES in found:
-        trajectories = [_add_values(t, found_T) for t, found_T in zip(trajectories, found[VALUES], strict=True)]
+        trajectories = [
+            t if found_T is None else _add_values(t, found_T)
+            for t, found_T in zip(trajectories, found[VALUES], strict=True)
+        ]
     if weights and found:
         judged = {name: found[REWARD + name] for name in weights if REWARD + name in found}
         scores = [

@@ -25,6 +25,7 @@ from opentinker.shared.nn.models import load_model, load_tokenizer, load_value_m
 from opentinker.shared.nn.packing import pack
 from opentinker.shared.nn.vision import mark_image_tokens
 from opentinker.shared.spec import JobSpec
+from opentinker.shared.spec.policies import spec_of
 from opentinker.shared.types.core import F32
 from opentinker.shared.types.errors import JobFailed
 from opentinker.shared.types.trajectories import Group
@@ -63,10 +64,11 @@ class Scorer:
 
     def check(self, spec: JobSpec) -> None:
         """Raise JobFailed if the job's models do not share a tokenizer."""
-        for role, part in (("teacher", spec.teacher), ("value model", spec.value_model)):
-            if part is not None and (pair := (spec.model.base, part.base, role)) not in self._compatible:
-                check_same_tokens(*pair)
-                self._compatible.add(pair)
+        for own in (spec_of(spec, name) for name in spec.policies or ("",)):
+            for role, part in (("teacher", own.teacher), ("value model", own.value_model)):
+                if part is not None and (pair := (own.model.base, part.base, role)) not in self._compatible:
+                    check_same_tokens(*pair)
+                    self._compatible.add(pair)
 
     def size(self, key: ModelKey) -> int:
         """Return the bytes of the weights without loading them. Raises JobFailed if there is no such model."""

@@ -212,8 +212,8 @@ class Readable:
 
 def _opened_by(data: Any) -> list[tuple[str, str]]:
     """Fields of a spec that name files or directories of this machine, or something of a hub, and what they say."""
-    players = r"policies\.[^.]+\.model|seats\..+\.model|validation\.against\.[0-9]+\.model"
-    models = rf"model|{players}|teacher|value_model|reward_models\.[0-9]+"
+    players = r"seats\..+\.model|validation\.against\.[0-9]+\.model"
+    models = rf"(policies\.[^.]+\.)?(model|teacher|value_model)|{players}|reward_models\.[0-9]+"
     named = re.compile(rf"({models})\.base|data\.(path|validation)")
     return [(field, text) for field, text in texts_in(data) if named.fullmatch(field)]
 

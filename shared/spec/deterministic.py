@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
+from opentinker.shared.spec.policies import spec_of
 from opentinker.shared.spec.seats import all_players
 from opentinker.shared.types.mistakes import mistake
 
@@ -75,13 +76,14 @@ def _in_sampling(spec: JobSpec) -> Broken:
 
 
 def _in_reference_forward(spec: JobSpec) -> Broken:
-    own = [(f"policies.{name}.algorithm.kl_coef", one.algorithm.kl_coef, "0") for name, one in spec.policies.items()]
-    used = (
-        *(own or [("algorithm.kl_coef", spec.algorithm.kl_coef, "0")]),
-        ("reward_models", [judge.name for judge in spec.reward_models], "none"),
-        ("value_model", None if spec.value_model is None else spec.value_model.base, "none"),
-        ("algorithm.distill_coef", spec.algorithm.distill_coef, "0"),
-    )
+    owns = {f"policies.{name}.": spec_of(spec, name) for name in spec.policies} or {"": spec}
+    used: Broken = [("reward_models", [judge.name for judge in spec.reward_models], "none")]
+    for place, own in owns.items():
+        used += [
+            (f"{place}algorithm.kl_coef", own.algorithm.kl_coef, "0"),
+            (f"{place}algorithm.distill_coef", own.algorithm.distill_coef, "0"),
+            (f"{place}value_model", own.value_model and own.value_model.base, "none"),
+        ]
     why = "reference-forward computes what comes together in one batch, and its sums depend on that"
     return [(field, value, f"must be {wanted}: {why}") for field, value, wanted in used if value]
 

@@ -209,7 +209,7 @@ def _unshareable_adapter(spec: JobSpec) -> list[tuple[str, Any, str]]:
         (train.gradient_checkpointing, "train.gradient_checkpointing", True, f"would change that of others; {OWN}"),
         (train.learner != "torch", "train.learner", train.learner, "trains no adapter"),
         (critic, "algorithm.advantage", "gae",
-         f"trains a critic, which is a whole model; {'' if spec.policies else 'set [value_model], or '}{OWN}"),
+         f"trains a critic, which is a whole model; set [value_model], or {OWN}"),
         (spec.resources.ranks > 1, "resources.trainer_ranks", spec.resources.ranks, f"must be 1; {OWN}"),
         (spec.resources.trainer_gpus > 0, "resources.trainer_gpus", spec.resources.trainer_gpus, f"must be 0; {OWN}"),
     ]  # fmt: skip

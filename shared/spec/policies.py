@@ -9,6 +9,7 @@ from pydantic import Field, ValidationError
 
 from opentinker.shared.spec.algorithm import AlgorithmSpec
 from opentinker.shared.spec.base import Ranks, SpecPart, Steps
+from opentinker.shared.spec.frozen_models import TeacherSpec, ValueModelSpec, frozen_models_of
 from opentinker.shared.spec.model import ModelSpec
 from opentinker.shared.spec.pools import settle_pools
 from opentinker.shared.spec.schedules import DEFAULT_GROWTH, ScheduleName, settle_schedule, steps_may_differ
@@ -58,6 +59,14 @@ class PolicySpec(SpecPart):
     start: StartSpec | None = None
     """Checkpoint that this policy starts from, e.g. of the policy with its name in an earlier job,
     `from = "JOB~NAME@latest"`. Without it the policy starts from its model.base."""
+    teacher: TeacherSpec | None = None
+    """[teacher] of this policy, in place of the job's, from which all others with algorithm.distill_coef above 0 learn.
+    """
+    value_model: ValueModelSpec | None = None
+    """[value_model] of this policy, in place of the job's, which all others with advantage = "gae" use."""
+    trains_critic: bool = False
+    """advantage = "gae": train a critic of this policy although the job has a [value_model]. Without any value model it
+    does so anyway."""
 
     STAND_INS = {"model": {"base": "x"}}
 
@@ -153,10 +162,11 @@ def spec_of(spec: JobSpec, policy: str) -> JobSpec:
         return spec
     own = spec.policies[policy]
     ranks = own.trainer_ranks or spec.resources.ranks
-    tables = {table: getattr(own, table) for table in INHERITED}
+    tables: dict[str, Any] = {table: getattr(own, table) for table in INHERITED}
     resources = spec.resources.model_copy(update={"trainer_ranks": ranks})
     judges = [judge for judge in spec.reward_models if judge.scores(policy)]
-    return spec.model_copy(update={**tables, "resources": resources, "start": own.start, "reward_models": judges})
+    tables |= {"resources": resources, "start": own.start, "reward_models": judges, **frozen_models_of(spec, own)}
+    return spec.model_copy(update=tables)
 
 
 def frozen_spec_of(spec: JobSpec, checkpoint: str) -> JobSpec:
@@ -204,9 +214,6 @@ def _policy_mistakes(spec: JobSpec, name: str, policy: PolicySpec) -> list[Mista
             f"(not with match.schedule = 'drop', 'grow' or 'alternate')"
         )
         found.append(mistake(f"{at}.train.steps", policy.train.steps, problem))
-    if value := policy.algorithm.distill_coef:
-        problem = "must be 0 in a job with several policies: there is no teacher"
-        found.append(mistake(f"{at}.algorithm.distill_coef", value, problem))
     return found
 
 
@@ -218,13 +225,9 @@ def _absent_parts(spec: JobSpec) -> list[Mistake]:
         name = next(iter(spec.policies))
         problem = f'{by}: each has its own, e.g. [policies.{name}.start] from = "JOB~{name}@latest"'
         found.append(mistake("start", spec.start.checkpoint, problem))
-    parts = {
-        "teacher": spec.teacher and spec.teacher.base,
-        "value_model": spec.value_model and spec.value_model.base,
-        "algorithm.distill_coef": spec.algorithm.distill_coef or None,
-        "rollout.sleep": spec.rollout.sleep if spec.rollout.sleep == "always" else None,
-    }
-    return found + [mistake(part, value, by) for part, value in parts.items() if value is not None]
+    if spec.rollout.sleep == "always":
+        found.append(mistake("rollout.sleep", spec.rollout.sleep, by))
+    return found
 
 
 def taken_names(policies: Iterable[str]) -> list[Mistake]:

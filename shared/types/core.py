@@ -88,6 +88,8 @@ def parts_of(job: str, policies: Sequence[str]) -> list[str]:
 
 POLICY_TABLES = ("model", "algorithm", "train")
 """Tables of a spec that each policy of a job has too."""
+OWN_TABLES = ("start", "teacher", "value_model")
+"""Tables that a policy may have."""
 
 
 class Pool(StrEnum):
@@ -408,5 +410,6 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
         if not policy:
             return self
         own = self.spec["policies"][policy]
-        spec = {**self.spec, **{table: own[table] for table in POLICY_TABLES}, "start": own.get("start")}
+        spec = {**self.spec, **{table: own[table] for table in POLICY_TABLES}}
+        spec |= {table: own.get(table) for table in OWN_TABLES}
         return msgspec.structs.replace(self, id=part_id(self.id, policy), spec=spec)

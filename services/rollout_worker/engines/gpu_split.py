@@ -224,7 +224,8 @@ def neighbours(spec: JobSpec, job: str, gpu: Gpu, workers: list[WorkerInfo], use
     if any(w.pool == Pool.REFERENCE for w in here):
         owns = [spec_of(spec, name) for name in spec.policies or ("",)]
         frozen = [(base, dtype) for base, dtype, *_ in {_reference(own) for own in owns if own.algorithm.kl_coef > 0}]
-        frozen += [(one.base, one.dtype) for one in (spec.teacher, spec.value_model) if one is not None]
+        for models in ({own.teacher for own in owns}, {own.value_model for own in owns}):
+            frozen += [(one.base, one.dtype) for one in models if one is not None]
         frozen += [(one.base, one.dtype) for one in spec.reward_models]
         held = sum(weight_bytes(*model) for model in frozen) + CONTEXT_BYTES if frozen else 0
         step, rest = step + held, rest + held

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from opentinker.shared.durable_files import local_path, not_on_hub
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec, ModelSpec
 from opentinker.shared.spec.engines import SHARED
+from opentinker.shared.spec.seats import MAX_POLICIES
 from opentinker.shared.spec.train import engine_ranks
 from opentinker.shared.types.core import Pool
 from opentinker.shared.types.mistakes import written
@@ -48,10 +50,11 @@ async def check_model(ctx: Context, spec: JobSpec | None) -> Mistakes:
         if model.train_vision and config and config.get("model_type") not in VISION_FAMILIES:
             problem = f"does not apply: {model.base} is a {config.get('model_type')} model, without a vision tower here"
             found.append((f"{field}.train_vision", True, problem))
-    if spec.teacher is not None:
-        teacher = spec.teacher.base
-        problem = unsupported_family(await on_disk(ctx, config_of, teacher), served=False)
-        found.append(("teacher.base", teacher, problem))
+    teachers = {f"policies.{name}.teacher.base": policy.teacher for name, policy in spec.policies.items()}
+    for field, teacher in {"teacher.base": spec.teacher, **teachers}.items():
+        if teacher is not None and (field == "teacher.base" or teacher != spec.teacher):
+            problem = unsupported_family(await on_disk(ctx, config_of, teacher.base), served=False)
+            found.append((field, teacher.base, problem))
     return [{"field": field, "value": value, "problem": problem} for field, value, problem in found if problem]
 
 
@@ -99,14 +102,16 @@ def mistakes_in_model(base: str, model: ModelSpec | None, weights: bool) -> Mist
 
 def mistakes_in_frozen_models(data: Any) -> Mistakes:
     """Blocking. Of the models that reference-forward will load, even if other parts of the spec are wrong."""
-    judges = written(data, "reward_models")
-    parts = {name: written(data, name) for name in ("teacher", "value_model")}
+    judges, policies = written(data, "reward_models"), written(data, "policies")
+    owns = islice(policies.items() if isinstance(policies, dict) else (), MAX_POLICIES)
+    tables = {"": data, **{f"policies.{name}.": own for name, own in owns}}
+    parts = {f"{at}{name}": written(table, name) for at, table in tables.items() for name in ("teacher", "value_model")}
     parts |= {f"reward_models.{i}": judge for i, judge in enumerate(judges if isinstance(judges, list) else [])}
     found: Mistakes = []
     for name, part in parts.items():
         base = written(part, "base")
         if isinstance(base, str):
-            wrong = mistakes_in_model(base, None, True) or _check_head(base, name)
+            wrong = mistakes_in_model(base, None, True) or _check_head(base, name.rpartition(".")[2])
             found += [{**mistake, "field": f"{name}.base"} for mistake in wrong]
     return found
 

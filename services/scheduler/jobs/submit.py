@@ -271,9 +271,9 @@ def _started(plain: dict[str, Any], chosen: starting.SourceCheckpoint) -> dict[s
 
 def _make_absolute(plain: dict[str, Any], spec: JobSpec) -> None:
     """Blocking. The paths in a stored spec, of models and of data."""
-    models = (plain["model"], *(policy["model"] for policy in plain.get("policies", {}).values()))
-    named = (*models, plain.get("teacher"), plain.get("value_model"), *plain.get("reward_models", []))
-    for part in filter(None, named):
+    tables = (plain, *plain.get("policies", {}).values())
+    named = [table.get(part) for table in tables for part in ("model", "teacher", "value_model")]
+    for part in filter(None, [*named, *plain.get("reward_models", [])]):
         part["base"] = check_model.resolved_base(part["base"])
     if spec.data is not None:
         plain["data"] |= absolute(spec.data)

@@ -97,10 +97,13 @@ def _settings(data: Any) -> Iterator[tuple[dict[str, Any], str, bool]]:
             table = table.get(part) if isinstance(table, dict) else None
         if isinstance(table, dict) and isinstance(table.get(path[-1]), str):
             yield table, path[-1], only_directories
-    judges = data.get("reward_models") if isinstance(data, dict) else None
-    for judge in judges if isinstance(judges, list) else []:
-        if isinstance(judge, dict) and isinstance(judge.get("base"), str):
-            yield judge, "base", True
+    judges, policies = (data.get(name) if isinstance(data, dict) else None for name in ("reward_models", "policies"))
+    named = [*judges] if isinstance(judges, list) else []
+    owns = policies.values() if isinstance(policies, dict) else ()
+    named += [own.get(part) for own in owns if isinstance(own, dict) for part, _ in DIRECTORIES]
+    for table in named:
+        if isinstance(table, dict) and isinstance(table.get("base"), str):
+            yield table, "base", True
 
 
 def _there(directory: Path, name: str, only_directories: bool) -> Path | None:

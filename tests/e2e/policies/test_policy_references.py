@@ -6,10 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import load_file
 
+from examples.models.make_tiny import make_tiny
+from opentinker.services.trainer import checkpoint
 from opentinker.shared.types.core import part_id
+from opentinker.shared.types.manifest import CRITIC
 from tests.conftest import until
 from tests.integration.trainer.test_reward_models import make_judge
+from tests.integration.trainer.test_value_models import make_value_model
 from tests.support.cluster import Cluster
 from tests.support.toys import toy_game
 
@@ -61,3 +66,66 @@ async def test_a_reward_model_scores_one_of_two_policies_through_a_kill(tmp_path
             assert line["reward/mean"] == pytest.approx(line["reward/own"] + line["reward_model/judge/mean"], abs=1e-5)
         for line in cluster.lines(part_id(job, "listener")):
             assert not [name for name in line if name.startswith("reward_model/")] and "reward/own" not in line
+
+
+@pytest.mark.slow
+async def test_each_policy_learns_from_its_teacher_through_a_kill(tmp_path: Path, small: Path) -> None:
+    """The speaker from the job's alone, the listener from its own and from rewards."""
+    teachers = [make_tiny(tmp_path / f"t{n}", hidden_size=64, layers=1, norm_scale=12.0, seed=n) for n in (2, 3)]
+    policies: dict[str, dict[str, Any]] = {
+        "speaker": {"algorithm": {"name": "distill"}},
+        "listener": {"algorithm": {"distill_coef": 0.5}, "teacher": {"base": str(teachers[1])}},
+    }
+    spec = toy_game(
+        small,
+        policies=policies,
+        seats={name: name for name in policies},
+        teacher={"base": str(teachers[0])},
+        train={"steps": 6, "lr": 1e-3, "checkpoint_every": 2},
+    )
+    async with Cluster(tmp_path, references=1) as cluster:
+        job = await cluster.submit(spec)
+        await cluster.reaches(job, 2)
+        cluster.kill("trainer-0")
+        await cluster.succeeds(job)
+        first = []
+        for name in policies:
+            await cluster.trained(job, spec, name)
+            lines = cluster.lines(part_id(job, name))
+            assert all(line["teacher/kl"] > 0.0 for line in lines), "the policy and its teacher differ"
+            first.append(lines[0]["teacher/logprob"])
+        assert first[0] != pytest.approx(first[1], rel=1e-3), "two teachers"
+
+
+@pytest.mark.nightly
+async def test_one_policy_has_a_value_model_and_the_other_its_critic_through_a_kill(
+    tmp_path: Path, small: Path
+) -> None:
+    values = make_value_model(small, tmp_path / "values")
+    policies: dict[str, dict[str, Any]] = {"speaker": {}, "listener": {"trains_critic": True}}
+    spec = toy_game(
+        small,
+        algorithm={"name": "ppo", "group_size": 2, "groups_per_batch": 2, "max_staleness": 1},
+        policies=policies,
+        seats={name: name for name in policies},
+        value_model={"base": str(values)},
+        train={"steps": 6, "lr": 1e-3, "checkpoint_every": 2},
+    )
+    async with Cluster(tmp_path, references=1) as cluster:
+        job = await cluster.submit(spec)
+        await cluster.reaches(job, 2)
+        cluster.kill("trainer-0")
+        await cluster.succeeds(job)
+        for name in policies:
+            await cluster.trained(job, spec, name)
+        said, trained = (cluster.lines(part_id(job, name)) for name in policies)
+        assert all("value/mean" in line and "loss/value" not in line for line in said)
+        assert all("value/mean" not in line and "loss/value" in line for line in trained)
+        kept = []
+        for name in policies:
+            found = checkpoint.find_newest(cluster.data / "jobs" / part_id(job, name) / "checkpoints")
+            assert found is not None
+            kept.append(found[0] / CRITIC)
+        assert [path.exists() for path in kept] == [False, True]
+        made = {int(tensor) for name, tensor in load_file(kept[1]).items() if name.startswith("step/")}
+        assert made == {6}, "after the kill the critic went on where its checkpoint was"

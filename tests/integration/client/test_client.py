@@ -85,10 +85,14 @@ async def test_relative_paths_are_looked_for_here_then_beside_the_file(of_a_user
         (of_a_user / "here" / "rows.jsonl").touch()
         await client.submit(Path("../mine/job.toml"))
         await client.submit({"model": {"base": "owner/model"}, "data": {"path": "~nobody-here/x", "validation": ""}})
+        policies = {"a": {"model": {"base": "../mine/models/tiny"}, "teacher": {"base": "x/y"}}, "b": 3}
+        await client.submit({"policies": policies})
     mine, here = of_a_user / "mine", of_a_user / "here"
     assert sent[0]["model"]["base"] == str(mine / "models" / "tiny")
     assert [one["data"]["path"] for one in sent[:2]] == [str(mine / "rows.jsonl"), str(here / "rows.jsonl")]
     assert sent[2] == {"model": {"base": "owner/model"}, "data": {"path": "~nobody-here/x", "validation": ""}}
+    own = {"model": {"base": str(mine / "models" / "tiny")}, "teacher": {"base": "x/y"}}
+    assert sent[3] == {"policies": {"a": own, "b": 3}}
 
 
 async def test_paths_are_of_the_server(client: AsyncClient, of_a_user: Path, monkeypatch: pytest.MonkeyPatch) -> None:

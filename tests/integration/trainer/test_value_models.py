@@ -284,3 +284,40 @@ async def test_groups_have_values(bus: Bus, store: Store, small: Path, value_mod
             np.testing.assert_allclose(t.values, expected_T, atol=2e-5)
     assert "value/mean" in assign(stored, spec.algorithm).metrics
     assert (await store.job(job)).state is not JobState.FAILED
+
+
+async def test_values_and_teachers_are_of_the_policies_that_have_them(
+    bus: Bus, store: Store, small: Path, value_model: Path, tmp_path: Path
+) -> None:
+    """And a policy whose value model means other tokens fails its job."""
+    ppo: dict[str, Any] = {"algorithm": {"name": "ppo"}}
+    policies: dict[str, Any] = {
+        "a": ppo,
+        "b": {"algorithm": {"name": "distill"}, "teacher": {"base": str(small)}},
+        "c": {**ppo, "trains_critic": True},
+    }
+    game = {"policies": policies, "seats": {name: name for name in policies}}
+    job = await add_job(store, str(small), {**game, "value_model": {"base": str(value_model)}})
+    other = {"base": str(other_tokenizer(value_model, tmp_path / "other"))}
+    foreign = await add_job(store, str(small), {**game, "value_model": other})
+    found = [of_job(name, 1)[0] for name in (foreign, job)]
+    found = [
+        msgspec.structs.replace(
+            group,
+            trajectories=[
+                msgspec.structs.replace(t, policy=name) for t, name in zip(group.trajectories, "abca", strict=True)
+            ],
+        )
+        for group in found
+    ]
+    await send(bus, *found)
+    async with running(bus, store) as service:
+        await passed(bus, job, 1)
+        assert "value model" in (reason := await failed(store, foreign)) and "does not share the tokenizer" in reason
+        assert len(service.cache) == 2, "the value model, and the teacher"
+    (group,) = await bus.stored(GROUP, job=job)
+    group.check()
+    for t, expected_T in zip(group.trajectories, plain_values(value_model, group), strict=True):
+        assert (t.values is not None, t.teacher_logprobs is not None) == (t.policy == "a", t.policy == "b")
+        if t.values is not None:
+            np.testing.assert_allclose(t.values, expected_T, atol=2e-5)

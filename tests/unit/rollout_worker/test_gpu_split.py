@@ -181,6 +181,11 @@ def test_each_checkpoint_that_policies_start_from_is_a_reference_model(
     assert references(a=start(one), b=start(one), c=start(other)) == 3, "the base and two checkpoints"
     assert references(a={"model": {"fp32_head": True, "dtype": "bfloat16"}}, b={"model": {"dtype": "bfloat16"}}) == 3
     assert references(a={**start(one), "algorithm": {"kl_coef": 0.0}}) == 1
+    taught = {"algorithm": {**kl, "distill_coef": 0.5}}
+    owns: dict[str, Any] = {"a": {**taught, "teacher": {"base": "t"}}, "b": {**taught, "teacher": {"base": "t"}}}
+    assert references(**owns, c={**taught, "teacher": {"base": "u"}}) == 3, "the base and two teachers"
+    valued = {"algorithm": {**kl, "name": "ppo"}, "value_model": {"base": "v"}}
+    assert references(**owns, d=valued, e=valued) == 3, "the base, a teacher and a value model"
 
 
 def test_the_next_version_is_made_while_the_last_one_is_sent(spec: JobSpec) -> None:

@@ -112,10 +112,19 @@ async def test_job_is_accepted_and_says_so_when_no_env_worker_can_check_it(http:
 
 
 PPO = {"name": "ppo", "group_size": 2, "groups_per_batch": 2}
+
+
+def of_policy(policy: dict[str, Any]) -> dict[str, Any]:
+    algorithm = {"group_size": 2, "groups_per_batch": 2}
+    return {"train": {"steps": 1}, "algorithm": algorithm, "policies": {"a": policy}, "seats": {"*": "a"}}
+
+
 NAMED: dict[str, Callable[[str], dict[str, Any]]] = {
     "model.base": lambda base: {"model": {"base": base}},
     "reward_models.0.base": lambda base: {"train": {"steps": 1}, "reward_models": [{"base": base}]},
     "value_model.base": lambda base: {"train": {"steps": 1}, "algorithm": PPO, "value_model": {"base": base}},
+    "policies.a.teacher.base": lambda base: of_policy({"algorithm": {"name": "distill"}, "teacher": {"base": base}}),
+    "policies.a.value_model.base": lambda base: of_policy({"algorithm": PPO, "value_model": {"base": base}}),
 }
 """What names a model in a spec."""
 
@@ -145,6 +154,10 @@ TEMPLATE = {"chat_template.jinja": "x"}
         ("value_model.base", {}, "no config.json"),
         ("value_model.base", JUDGE, "no token classifier: its config.json says XFor"),
         ("value_model.base", config(["Qwen3ForTokenClassification"]), ""),
+        ("policies.a.teacher.base", None, "does not exist"),
+        ("policies.a.teacher.base", {"config.json": '{"model_type": "qwen3"}'}, ""),
+        ("policies.a.value_model.base", JUDGE, "no token classifier: its config.json says XFor"),
+        ("policies.a.value_model.base", config(["Qwen3ForTokenClassification"]), ""),
     ],
 )
 async def test_local_models_are_looked_at(

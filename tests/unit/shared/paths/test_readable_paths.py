@@ -191,6 +191,7 @@ def test_a_long_text_takes_no_time(machine: Machine) -> None:
     "field",
     [
         *("model.base", "policies.a.model.base", "teacher.base", "value_model.base"),
+        *("policies.a.teacher.base", "policies.a.value_model.base"),
         *("seats.a.model.base", "validation.against.0.model.base"),
     ],
 )

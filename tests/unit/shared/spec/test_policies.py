@@ -107,7 +107,6 @@ def test_every_mistake_is_reported_at_once() -> None:
             "policies.speaker.train.deterministic",
             "must be the job's, false",
         ),
-        ({"algorithm": {"group_size": 4, "name": "distill"}}, "policies.speaker.algorithm.distill_coef", "no teacher"),
         (
             {
                 "train": {"steps": 1, "deterministic": True},
