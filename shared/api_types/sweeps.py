@@ -49,8 +49,16 @@ class SweepSummary(TypedDict):
     id: str
     """Also a tag of its jobs."""
     name: str
+    project: str
+    """Empty if it has none."""
+    tags: list[str]
+    notes: str
     kind: str
     """Kind of its jobs."""
+    model: str
+    """Base model of its jobs; empty if it is varied."""
+    environment: str
+    """Environment of its jobs; empty if they have none, or if it is varied."""
     tenant: str
     key: str
     """Id of the API key, or name of the user, that submitted it."""

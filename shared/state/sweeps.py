@@ -19,12 +19,13 @@ import msgspec
 import orjson
 
 from opentinker.shared.state.idempotency import KEPT_S, job_key, other_body, sweep_key
+from opentinker.shared.state.list_rows import tenants_key
 from opentinker.shared.state.redis_script import UNFENCED, LeadersScript, Script, newest, read_field, read_hashes
 from opentinker.shared.types.errors import Conflict, NotFound
 from opentinker.shared.types.sweeps import SweepProgress, SweepRecord, SweepState, SweepSummary, Trial
 
 ACTIVE = "sweeps:active"
-JSON_FIELDS = ("table", "base", "progress")
+JSON_FIELDS = ("table", "base", "progress", "tags")
 SUMMARY_FIELDS = [name for name in SweepSummary.__struct_fields__ if name != "id"]
 T = TypeVar("T", bound=SweepSummary)
 
@@ -93,7 +94,7 @@ class SweepStore:
         del fields["id"]
         by = sweep.tenant, idempotency or sweep.id
         answer = await self._create(
-            keys=[f"sweep:{sweep.id}", _of(sweep.tenant), ACTIVE, sweep_key(*by), job_key(*by)],
+            keys=[f"sweep:{sweep.id}", tenants_key("sweep", sweep.tenant), ACTIVE, sweep_key(*by), job_key(*by)],
             args=[
                 sweep.id,
                 sweep.created,
@@ -138,7 +139,10 @@ class SweepStore:
     async def of(self, tenant: str, limit: int, before: str = "") -> list[SweepSummary]:
         """Return the tenant's newest sweeps, newest first; of those made before `before` if it is given. Raises
         NotFound if the tenant has no such sweep."""
-        ids = await newest(self._redis, _of(tenant), limit, before, "sweep")
+        return await self.summaries(await newest(self._redis, tenants_key("sweep", tenant), limit, before, "sweep"))
+
+    async def summaries(self, ids: Sequence[str]) -> list[SweepSummary]:
+        """Return those of the given ones that exist."""
         pipe = self._redis.pipeline(transaction=False)
         for id in ids:
             pipe.hmget(f"sweep:{id}", SUMMARY_FIELDS)
@@ -188,15 +192,13 @@ class SweepStore:
     async def delete(self, id: str, tenant: str) -> None:
         """Delete the record of a sweep, its trials and its idempotency key. Raises Conflict while it is active."""
         key = await self._redis.hget(f"sweep:{id}", "idempotency")
-        keys = [f"sweep:{id}", f"sweep:{id}:trials", _of(tenant), ACTIVE, sweep_key(tenant, key or id)]
+        keys = [f"sweep:{id}", f"sweep:{id}:trials", tenants_key("sweep", tenant), ACTIVE, sweep_key(tenant, key or id)]
         if await self._delete(keys=keys, args=[id]) == "active":
             raise Conflict(f"sweep {id} runs, or its jobs are still being cancelled")
 
 
-def _of(tenant: str) -> str:
-    return f"sweeps:of:{tenant}"
-
-
-def _record(id: str, fields: dict[str, str], kind: type[T]) -> T:
-    parsed = {name: orjson.loads(fields[name]) for name in JSON_FIELDS if name in fields}
-    return msgspec.convert({**fields, **parsed, "id": id}, kind, strict=False)
+def _record(id: str, fields: dict[str, str | None], kind: type[T]) -> T:
+    """A field that an earlier release did not write is absent, and has its default."""
+    there: dict[str, Any] = {name: text for name, text in fields.items() if text is not None}
+    there |= {name: orjson.loads(there[name]) for name in JSON_FIELDS if name in there}
+    return msgspec.convert({**there, "id": id}, kind, strict=False)

@@ -7,8 +7,12 @@ from typing import Any
 
 import msgspec
 
+from opentinker.shared.types.core import MAX_TAGS
+
 TABLE = "sweep"
 """Name of a sweep's table, and value of `kind` in its document."""
+MAX_SWEEP_TAGS = MAX_TAGS - 1
+"""Its jobs have its id among their tags as well."""
 
 
 def is_sweep(data: Any) -> bool:
@@ -107,8 +111,15 @@ class SweepSummary(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     tenant: str
     name: str
+    project: str = ""
+    tags: list[str] = []
+    notes: str = ""
     kind: str
     """Kind of its jobs."""
+    model: str = ""
+    """That of its jobs; empty if it is varied."""
+    environment: str = ""
+    """That of its jobs; empty if they have none, or if it is varied."""
     state: SweepState
     reason: str = ""
     created: float
@@ -132,4 +143,4 @@ class SweepRecord(SweepSummary, frozen=True, kw_only=True):
     table: dict[str, Any]
     """[sweep] with its defaults."""
     base: dict[str, Any]
-    """Spec of its jobs."""
+    """Spec of its jobs, as it was submitted: later changes of labels are in the fields above."""

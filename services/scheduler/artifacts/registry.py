@@ -19,7 +19,7 @@ from opentinker.shared.api_types.artifacts import Evaluation, RegisteredCheckpoi
 from opentinker.shared.evaluation.categories import categories_of
 from opentinker.shared.single_flight import SingleFlight
 from opentinker.shared.state.artifacts import ArtifactEntry, ArtifactIndex
-from opentinker.shared.state.job_rows import JobRow, JobRows
+from opentinker.shared.state.list_rows import ListRow, ListRows
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobRecord, JobState, split_part
 from opentinker.shared.types.manifest import ADAPTER, TRAINER_STATE
@@ -36,7 +36,7 @@ class Registry:
     def __init__(self, store: Store, index: ArtifactIndex, *, most: int = 1000, jobs_at_once: int = 100) -> None:
         """`most`: checkpoints of a tenant that are listed, the newest; published ones are listed always."""
         self._most, self._jobs_at_once = most, jobs_at_once
-        self._store, self._index, self._rows = store, index, JobRows(store.redis)
+        self._store, self._index, self._rows = store, index, ListRows(store.redis)
         self._all = SingleFlight[list[RegisteredCheckpoint]](FRESH_S)
 
     async def of(self, tenant: str) -> list[RegisteredCheckpoint]:
@@ -65,7 +65,7 @@ class Registry:
         ]
 
     async def _newest(
-        self, tenant: str, rows: Mapping[str, JobRow], named: Iterable[str]
+        self, tenant: str, rows: Mapping[str, ListRow], named: Iterable[str]
     ) -> list[tuple[str, ArtifactEntry]]:
         """Return the checkpoints that are listed, newest first, each with the id of its job or policy.
 
@@ -108,7 +108,7 @@ class Registry:
                 break
         return found
 
-    async def _evaluations(self, rows: list[JobRow]) -> dict[str, list[Evaluation]]:
+    async def _evaluations(self, rows: list[ListRow]) -> dict[str, list[Evaluation]]:
         """Return the eval jobs by the checkpoint that they played, newest first. `rows`: newest first."""
         found: dict[str, list[Evaluation]] = defaultdict(list)
         for chunk in self._chunks([row.id for row in rows[:MOST_EVALUATIONS]]):
@@ -215,7 +215,7 @@ def _newer_than(found: Mapping[str, tuple[str, ArtifactEntry]], time: float) -> 
     return sum(entry.created > time for _, entry in found.values())
 
 
-def _trains(row: JobRow | None) -> bool:
+def _trains(row: ListRow | None) -> bool:
     return row is not None and row.kind in TRAINS
 
 

@@ -19,8 +19,9 @@ from opentinker.services.scheduler.artifacts.catalog import ArtifactCatalog
 from opentinker.services.scheduler.artifacts.retention import Rule
 from opentinker.services.scheduler.http.auth import may_see, tenant_of
 from opentinker.services.scheduler.http.errors import json_response, parsed, read_json
+from opentinker.services.scheduler.http.list_parameters import parameters_of
 from opentinker.services.scheduler.http.route_decorator import Choice, Integer, Parameter, Route
-from opentinker.services.scheduler.jobs.job_query import EQUAL, GROUPED, KINDS, ORDERS, STATES, JobQuery, groups_of
+from opentinker.services.scheduler.jobs.list_query import GROUPED, JOBS, ListQuery, groups_of
 from opentinker.services.scheduler.jobs.outages import outage_text
 from opentinker.shared import api_types
 from opentinker.shared.evaluation.categories import categories_of
@@ -33,7 +34,7 @@ from opentinker.shared.single_flight import SingleFlight
 from opentinker.shared.spec.labels import LabelChanges
 from opentinker.shared.state.admission import admission_of
 from opentinker.shared.state.circuits import Circuits, circuit_key
-from opentinker.shared.state.job_rows import JobRow, JobRows
+from opentinker.shared.state.list_rows import ListRow, ListRows
 from opentinker.shared.types.core import ENDLESS, JobRecord, JobState
 from opentinker.shared.types.errors import Conflict, NotFound, SpecError
 from opentinker.shared.types.telemetry import MetricPoint
@@ -49,25 +50,7 @@ HIDDEN = ("spec", "version", "restart_step", "resumed_step", "rollout_losses", "
 
 BEFORE_JOB = Parameter("before", "Only jobs listed after this one: the cursor of the previous response.")
 LIMIT_JOBS = Integer("limit", "Jobs per response.", default=100, low=1, high=1000)
-SORT_JOBS = Parameter(
-    "sort",
-    f"Order: {', '.join(ORDERS)}; a leading - reverses it. By default the newest come first, by state the running.",
-)
-FILTERS = (
-    Parameter("state", f"Only jobs in one of these states, separated by commas: {', '.join(STATES)}."),
-    Parameter("kind", f"Only jobs of one of these kinds, separated by commas: {', '.join(KINDS)}."),
-    Parameter("name", "Only jobs with this text in their name."),
-    *(
-        Parameter(name, f"Only jobs with this {name}{' (id of the key, or name of the user)' * (name == 'owner')}.")
-        for name in EQUAL
-    ),
-    Parameter("tag", "Only jobs with this tag; with all of several, separated by commas."),
-    Parameter(
-        "search",
-        "Only jobs with all of these words in their id, name, kind, model, environment, project, tags, notes or owner.",
-    ),
-)
-"""They look at the newest 10,000 jobs, as orders do."""
+SORT_JOBS, FILTERS = parameters_of(JOBS)
 GROUP_BY = Choice("by", f"One of {', '.join(GROUPED)}.", among=("project", *(n for n in GROUPED if n != "project")))
 POLICY = Parameter("policy", "One of the job's policies; needed where it has several.")
 
@@ -76,10 +59,10 @@ class JobsApi:
     def __init__(self, ctx: Context) -> None:
         self.ctx, self.store, self.bus = ctx, ctx.store, ctx.bus
         self.artifacts = ArtifactCatalog(ctx)
-        self.rows = JobRows(ctx.store.redis)
+        self.rows = ListRows(ctx.store.redis)
         self._points = SingleFlight[dict[str, Any]](FRESH_S)
         """Every page that shows a job asks for them every two seconds."""
-        self._all_rows = SingleFlight[list[JobRow]](FRESH_S)
+        self._all_rows = SingleFlight[list[ListRow]](FRESH_S)
         """Pages with a filter or an order ask for them."""
 
     async def found(self, request: web.Request, id: str | None = None) -> JobRecord:
@@ -110,7 +93,7 @@ class JobsApi:
             named = f"is needed: the job has several policies, {names}"
         raise SpecError.of("policy", policy[:100] or None, named)
 
-    async def _rows(self, tenant: str, wanted: JobQuery) -> list[JobRow]:
+    async def _rows(self, tenant: str, wanted: ListQuery) -> list[ListRow]:
         """Return the tenant's jobs that pass the filters, in order."""
         rows = await self._all_rows.get(tenant, partial(self.rows.of, tenant))
         return await asyncio.to_thread(wanted.chosen, rows)
@@ -127,7 +110,7 @@ class JobsApi:
 
         `cursor` is the `before` of the next call."""
         limit, before = LIMIT_JOBS.read(request), request.query.get("before", "")
-        tenant, wanted = tenant_of(request), JobQuery.of(request.query)
+        tenant, wanted = tenant_of(request), ListQuery.of(request.query)
         try:
             if wanted.plain:
                 page = await self.store.jobs_of(tenant, limit + 1, before)
@@ -145,7 +128,7 @@ class JobsApi:
     @Route("GET", "/v1/jobs/groups", Action.JOBS_READ, parameters=(GROUP_BY, *FILTERS), answer=api_types.JobGroups)
     async def groups(self, request: web.Request) -> web.Response:
         """Count your jobs by project, tag, state or another property."""
-        rows = await self._rows(tenant_of(request), JobQuery.of(request.query))
+        rows = await self._rows(tenant_of(request), ListQuery.of(request.query))
         return json_response({"groups": groups_of(rows, GROUP_BY.read(request))})
 
     @Route("GET", "/v1/jobs/{id}", Action.JOBS_READ, answer=api_types.Job)

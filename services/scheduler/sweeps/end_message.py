@@ -38,8 +38,8 @@ def _about(sweep: SweepRecord) -> dict[str, Any]:
     return {
         "id": sweep.id,
         "name": sweep.name,
-        "project": sweep.base.get("project", ""),
-        "tags": sweep.base.get("tags", []),
+        "project": sweep.project,
+        "tags": sweep.tags,
         "kind": sweep.kind,
         "state": sweep.state.value,
         "reason": sweep.reason,

@@ -279,7 +279,9 @@ class RunningSweep:
 
     def _spec(self, trial: Trial, job: TrialJob) -> dict[str, Any]:
         """Return the spec of a job. Raises SpecError if it is wrong in itself."""
-        spec = child_of(self.table, self.sweep.base, trial.settings, job.seed)
+        sweep = self.sweep
+        labels = {"name": sweep.name, "project": sweep.project, "tags": sweep.tags, "notes": sweep.notes}
+        spec = child_of(self.table, {**sweep.base, **labels}, trial.settings, job.seed)
         spec = named(spec, self.id, trial.number, trial.settings, job.seed)
         parse_spec(spec)
         if not self.table.notify_jobs:

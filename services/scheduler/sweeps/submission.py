@@ -47,12 +47,17 @@ async def submit_sweep(
     found = await checked_sweep(ctx, sweep, tenant)
     base = _pinned(sweep, found)
     table = sweep.table.model_copy(update={"metric": _metric(sweep, found)})
-    now, new = time.time(), new_id("s")
+    spec, now, new = parse_spec(sweep.first_job), time.time(), new_id("s")
     record = SweepRecord(
         id=new,
         tenant=tenant,
-        name=base["name"].strip(),
+        name=spec.name,
+        project=spec.project,
+        tags=spec.tags,
+        notes=spec.notes,
         kind=base.get("kind", "rl"),
+        model="" if _is_varied("model.base", sweep) else spec.model.base,
+        environment="" if _is_varied("environment.name", sweep) else _environment(base),
         state=SweepState.RUNNING,
         created=now,
         updated=now,
@@ -111,6 +116,11 @@ def _pinned(sweep: Sweep, found: Found) -> dict[str, Any]:
         if not _is_varied(f"{place}.frozen", sweep):
             settle_player(base, place, {"frozen": player.source.name})
     return base
+
+
+def _environment(base: dict[str, Any]) -> str:
+    """Return the environment's name, with the version that was found."""
+    return str(base.get("environment", {}).get("name", ""))
 
 
 def _is_varied(setting: str, sweep: Sweep) -> bool:

@@ -2,33 +2,48 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+from functools import partial
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
 from opentinker.services.scheduler.http.auth import may_see, principal_of, tenant_of
-from opentinker.services.scheduler.http.errors import json_response
-from opentinker.services.scheduler.http.jobs import JobsApi
+from opentinker.services.scheduler.http.errors import json_response, parsed, read_json
+from opentinker.services.scheduler.http.jobs import FRESH_S, JobsApi
+from opentinker.services.scheduler.http.list_parameters import parameters_of
 from opentinker.services.scheduler.http.publishing import PublishingApi
 from opentinker.services.scheduler.http.route_decorator import Integer, Parameter, Route
+from opentinker.services.scheduler.jobs.list_query import SWEEPS, ListQuery
 from opentinker.shared import api_types
 from opentinker.shared.security.authorization import Action
+from opentinker.shared.single_flight import SingleFlight
+from opentinker.shared.spec.labels import LabelChanges
+from opentinker.shared.state.list_rows import ListRow, ListRows
 from opentinker.shared.state.sweeps import SweepStore
 from opentinker.shared.state.usage import UsageStore
 from opentinker.shared.types.errors import Conflict, NotFound, SpecError
-from opentinker.shared.types.sweeps import TABLE, SweepRecord, SweepState, SweepSummary, Trial
+from opentinker.shared.types.sweeps import MAX_SWEEP_TAGS, TABLE, SweepRecord, SweepState, SweepSummary, Trial
 
 SWEEP_ID = re.compile(r"s-[a-z0-9]{10}")
 BEFORE_SWEEP = Parameter("before", "Only sweeps listed after this one: the cursor of the previous response.")
 LIMIT_SWEEPS = Integer("limit", "Sweeps per response.", default=100, low=1, high=1000)
+SORT_SWEEPS, FILTERS = parameters_of(SWEEPS)
+SHOWN = (
+    *("id", "name", "project", "tags", "notes", "kind", "model", "environment", "tenant", "key", "state", "reason"),
+    *("created", "updated", "planned", "method", "metric", "goal"),
+)
+"""Fields of a record that a summary has as they are."""
 
 
 class SweepsApi:
     def __init__(self, jobs: JobsApi, publishing: PublishingApi) -> None:
         self.ctx, self.jobs, self.publishing = jobs.ctx, jobs.store, publishing
-        self.store = SweepStore(jobs.store.redis)
+        self.store, self.rows = SweepStore(jobs.store.redis), ListRows(jobs.store.redis, "sweep")
+        self._all_rows = SingleFlight[list[ListRow]](FRESH_S)
+        """Pages with a filter or an order ask for them."""
 
     async def _found(self, request: web.Request) -> SweepRecord:
         """Return the sweep that the path names. Raises NotFound; a sweep of another tenant looks like one that does not
@@ -39,16 +54,30 @@ class SweepsApi:
                 return sweep
         raise NotFound(f"you have no sweep {id[:100]!r}")
 
-    @Route("GET", "/v1/sweeps", Action.JOBS_READ, parameters=(BEFORE_SWEEP, LIMIT_SWEEPS), answer=api_types.Sweeps)
+    @Route(
+        "GET",
+        "/v1/sweeps",
+        Action.JOBS_READ,
+        parameters=(BEFORE_SWEEP, LIMIT_SWEEPS, SORT_SWEEPS, *FILTERS),
+        answer=api_types.Sweeps,
+    )
     async def list(self, request: web.Request) -> web.Response:
-        """List your sweeps, the newest first.
+        """List your sweeps.
 
         `cursor` is the `before` of the next call."""
         limit, before = LIMIT_SWEEPS.read(request), request.query.get("before", "")
+        tenant, wanted = tenant_of(request), ListQuery.of(request.query, SWEEPS)
         try:
-            page = await self.store.of(tenant_of(request), limit + 1, before)
-        except NotFound:
-            raise SpecError.of("before", before[:100], "is not one of your sweeps") from None
+            if wanted.plain:
+                page = await self.store.of(tenant, limit + 1, before)
+            else:
+                rows = await self._all_rows.get(tenant, partial(self.rows.of, tenant))
+                ids = [row.id for row in await asyncio.to_thread(wanted.chosen, rows)]
+                start = ids.index(before) + 1 if before else 0
+                page = await self.store.summaries(ids[start : start + limit + 1])
+        except (NotFound, ValueError):
+            problem = "is not one of the listed sweeps; use the cursor of the last answer, or start again without one"
+            raise SpecError.of("before", before[:100], problem) from None
         cursor = page[:limit][-1].id if page else before
         shown = [sweep_summary(sweep) for sweep in page[:limit]]
         return json_response({"sweeps": shown, "cursor": cursor, "more": len(page) > limit})
@@ -68,6 +97,18 @@ class SweepsApi:
                 "worker_s": round(sum(one["worker_s"] for one in spent), 3),
             }
         )
+
+    @Route("PATCH", "/v1/sweeps/{id}", Action.JOBS_WRITE, body=LabelChanges, answer=api_types.SweepSummary)
+    async def label(self, request: web.Request) -> web.Response:
+        """Change a sweep's name, project, tags or notes.
+
+        It may be over. Jobs that it submits from then on have the new ones; those that there are keep theirs."""
+        sweep = await self._found(request)
+        asked = parsed(LabelChanges, await read_json(request))
+        if len(asked.tags or ()) > MAX_SWEEP_TAGS:
+            raise SpecError.of("tags", None, f"a sweep may have {MAX_SWEEP_TAGS}: its jobs have its id as one more")
+        await self.rows.label(sweep.id, asked.values(), asked.add_tags or (), asked.remove_tags or ())
+        return json_response(sweep_summary(await self.store.sweep(sweep.id)))
 
     @Route("POST", "/v1/sweeps/{id}/cancel", Action.JOBS_WRITE, answer=api_types.SweepSummary)
     async def cancel(self, request: web.Request) -> web.Response:
@@ -108,10 +149,9 @@ def _jobs(trials: list[Trial]) -> list[str]:
 
 def sweep_summary(sweep: SweepSummary) -> dict[str, Any]:
     """Return a sweep as lists have it (api_types.SweepSummary)."""
-    names = ("id", "name", "kind", "tenant", "state", "created", "updated", "key", "reason", "planned")
     done = sweep.progress
     return {
-        **{name: getattr(sweep, name) for name in (*names, "method", "metric", "goal")},
+        **{name: getattr(sweep, name) for name in SHOWN},
         "finished": sweep.finished or None,
         "trials": done.states,
         "jobs": done.jobs,

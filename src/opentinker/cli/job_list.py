@@ -11,7 +11,6 @@ import typer
 from opentinker.cli.common import (
     PATIENCE_S,
     AsJson,
-    JobIds,
     Url,
     UsageError,
     as_typed,
@@ -29,12 +28,14 @@ from opentinker.shared.types.errors import Conflict, NotFound, plural
 
 if TYPE_CHECKING:
     from opentinker.client import Client
-    from opentinker.shared.api_types import JobSummary
+    from opentinker.shared.api_types import JobSummary, SweepSummary
 
 KINDS = ("rl", "sft", "dpo", "inference", "eval", "tinker")
 STATES = tuple(state.value for state in JobState)
 MOST_CANCELLED = 10_000
 NAMES_SHOWN = 10
+SWEEP = "s-"
+"""Beginning of a sweep's id."""
 
 States = Annotated[
     list[str] | None, typer.Option("--state", help=f"Only jobs in this state: {', '.join(STATES)}. Repeatable.")
@@ -119,30 +120,34 @@ def _counted(states: dict[str, int]) -> str:
 
 
 def label(
-    job_ids: JobIds,
+    ids: Annotated[
+        list[str],
+        typer.Argument(metavar="JOB", help="Ids of jobs, or of sweeps.", autocompletion=complete.jobs_and_sweeps),
+    ],
     url: Url = None,
-    name: Annotated[str | None, typer.Option("--name", help="New display name, of one job.")] = None,
+    name: Annotated[str | None, typer.Option("--name", help="New display name, of one job or sweep.")] = None,
     project: Annotated[str | None, typer.Option("--project", help='Project; "" takes jobs out of theirs.')] = None,
     add: Annotated[list[str] | None, typer.Option("--tag", help="Add this tag. Repeatable.")] = None,
     remove: Annotated[list[str] | None, typer.Option("--untag", help="Remove this tag. Repeatable.")] = None,
     notes: Annotated[str | None, typer.Option("--notes", help="Notes; they replace earlier ones.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Change the name, project, tags or notes of jobs, running or over."""
+    """Change the name, project, tags or notes of jobs and sweeps, running or over."""
     if name is None and project is None and notes is None and not add and not remove:
         raise UsageError("say what changes: --name, --project, --tag, --untag or --notes")
-    if name is not None and len(job_ids) > 1:
+    if name is not None and len(ids) > 1:
         raise UsageError("--name is for one job")
     api = client(url)
-    changed = [
-        api.label(id, name=name, project=project, add_tags=add, remove_tags=remove, notes=notes) for id in job_ids
-    ]
+    changed: list[JobSummary | SweepSummary] = []
+    for id in ids:
+        change = api.label_sweep if id.startswith(SWEEP) else api.label
+        changed.append(change(id, name=name, project=project, add_tags=add, remove_tags=remove, notes=notes))
     if as_json:
         print_json(changed[0] if len(changed) == 1 else changed)
         return
-    for job in changed:
-        told = [job["name"], *([f"project {job['project']}"] if job["project"] else []), ", ".join(job["tags"])]
-        say(f"{job['id']}  {'  '.join(filter(None, told))}")
+    for one in changed:
+        told = [one["name"], *([f"project {one['project']}"] if one["project"] else []), ", ".join(one["tags"])]
+        say(f"{one['id']}  {'  '.join(filter(None, told))}")
 
 
 def cancel(

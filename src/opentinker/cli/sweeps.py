@@ -77,30 +77,62 @@ def sweep(
 
 def sweeps(
     limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="Show this many, the newest.")] = SHOWN,
+    states: Annotated[
+        list[str] | None, typer.Option("--state", help=f"Only sweeps in this state: {', '.join(SWEEP_EXIT)}. Repeatable.")
+    ] = None,
+    kinds: Annotated[list[str] | None, typer.Option("--kind", help="Only sweeps of jobs of this kind.")] = None,
+    name: Annotated[str | None, typer.Option("--name", help="Only sweeps with this text in their name.")] = None,
+    project: Annotated[str | None, typer.Option("--project", help="Only sweeps of this project.")] = None,
+    tags: Annotated[list[str] | None, typer.Option("--tag", help="Only sweeps with this tag. Repeatable.")] = None,
+    environment: Annotated[
+        str | None,
+        typer.Option("--environment", help="Only sweeps in this environment.", autocompletion=complete.environments),
+    ] = None,
+    model: Annotated[str | None, typer.Option("--model", help="Only sweeps of this model, as the spec names it.")] = None,
+    owner: Annotated[str | None, typer.Option("--owner", help="Only sweeps of this API key (its id) or user.")] = None,
+    search: Annotated[
+        str | None, typer.Option("--search", help="Only sweeps with these words in their name, model or notes.")
+    ] = None,
+    sort: Annotated[
+        str | None, typer.Option("--sort", help="created, updated, name, state, kind, project ...; -name reverses.")
+    ] = None,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh the list until Ctrl-C.")] = False,
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
     """List your sweeps, the newest first."""
     api = client(url, patience_s=PATIENCE_S if watch else 2.0)
+    texts = {"name": name, "project": project, "environment": environment, "model": model, "owner": owner}
+    texts |= {"search": search, "sort": sort}
+    chosen = states or kinds or tags or any(texts[name] for name in texts if name != "sort")
+    empty = "no such sweep" if chosen else "no sweeps yet: `opentinker submit` makes one of a file with [sweep]"
+
+    def show(*, as_line: bool = False) -> None:
+        found = api.sweeps(limit, states=states, kinds=kinds, tags=tags, **texts)
+        _print_list(found, as_json, empty, as_line=as_line)
+
     if watch:
-        refresh(lambda: _print_list(api.sweeps(limit), as_json, as_line=True))
-    _print_list(api.sweeps(limit), as_json)
+        refresh(lambda: show(as_line=True))
+    show()
 
 
-def _print_list(found: Sequence[Mapping[str, Any]], as_json: bool, *, as_line: bool = False) -> None:
+def _print_list(found: Sequence[Mapping[str, Any]], as_json: bool, empty: str, *, as_line: bool = False) -> None:
     if as_json and as_line:
         print_line({"sweeps": found})
         return
-    rows = [
-        [
-            *(one["id"], on_one_line(one["name"]), one["state"], _progress(one), one["metric"], _best(one)),
-            ago(one["created"]),
-        ]
-        for one in found
-    ]
-    empty = "no sweeps yet: `opentinker submit` makes one of a file with [sweep]"
-    columns = ["sweep", "name", "state", "trials", "metric", "best", "created"]
+    cells: dict[str, list[Any]] = {
+        "sweep": [one["id"] for one in found],
+        "name": [on_one_line(one["name"]) for one in found],
+        "project": [one["project"] for one in found],
+        "tags": [", ".join(one["tags"]) for one in found],
+        "state": [one["state"] for one in found],
+        "trials": [_progress(one) for one in found],
+        "metric": [one["metric"] for one in found],
+        "best": [_best(one) for one in found],
+        "created": [ago(one["created"]) for one in found],
+    }
+    columns = [name for name in cells if name not in ("project", "tags") or any(cells[name])]
+    rows = [list(row) for row in zip(*(cells[name] for name in columns), strict=True)]
     print_found({"sweeps": found}, as_json, columns, rows, empty=empty)
 
 
@@ -147,7 +179,10 @@ def _show(found: Sweep, limit: int, url: str | None) -> None:
     ended = found["finished"]
     lasted = rough((ended or time.time()) - found["created"])
     reason = f": {found['reason']}" if found["reason"] else ""
-    say(f"{found['id']}  {on_one_line(found['name'])}")
+    labels = [*([f"project {found['project']}"] if found["project"] else []), *found["tags"]]
+    say("  ".join([found["id"], on_one_line(found["name"]), *([", ".join(labels)] if labels else [])]))
+    if found["notes"]:
+        say(found["notes"])
     cost = f"{found['jobs']} jobs, {found['worker_s']:.0f} worker-seconds"
     say(f"{found['state']}{reason}; {_progress(found)} after {lasted}; {cost}")
     say(f"{found['method']}, {found['goal']} {found['metric']}")

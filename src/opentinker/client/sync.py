@@ -142,6 +142,7 @@ class Client:
 
     sweep = blocking(AsyncClient.sweep)
     sweeps = blocking(AsyncClient.sweeps)
+    label_sweep = blocking(AsyncClient.label_sweep)
     sweep_state = blocking(AsyncClient.sweep_state)
     wait_sweep = blocking(AsyncClient.wait_sweep)
     cancel_sweep = blocking(AsyncClient.cancel_sweep)

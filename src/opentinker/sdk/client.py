@@ -30,6 +30,7 @@ from opentinker.sdk.inference import InferenceCalls
 from opentinker.sdk.inputs import Spec, prepared, refers_to_checkpoints, started
 from opentinker.sdk.job_text import state_of
 from opentinker.sdk.keys import KeyCalls
+from opentinker.sdk.labels import label_changes, list_query
 from opentinker.sdk.observability import ObservabilityCalls
 from opentinker.sdk.sweeps import SweepCalls
 from opentinker.shared.api_types import (
@@ -138,8 +139,7 @@ class AsyncClient(EnvironmentCalls, ArtifactCalls, KeyCalls, InferenceCalls, Obs
         of a key), and with all words of `search`. Filters look at the newest 10,000 jobs."""
         lists = {"state": states, "kind": kinds, "tag": tags}
         texts = {"name": name, "project": project, "environment": environment, "model": model, "owner": owner}
-        query = {key: ",".join(values) for key, values in lists.items() if values}
-        query |= {key: text for key, text in {**texts, "search": search, "sort": sort}.items() if text}
+        query = list_query(lists, {**texts, "search": search, "sort": sort})
         return await self._http.newest("/v1/jobs", "jobs", limit, query)
 
     async def job_groups(self, by: str = "project", filters: Mapping[str, str] | None = None) -> list[JobGroup]:
@@ -162,9 +162,7 @@ class AsyncClient(EnvironmentCalls, ArtifactCalls, KeyCalls, InferenceCalls, Obs
         all tags, `add_tags` and `remove_tags` change some. Raises ApiConflict for more than 20 tags."""
         lists = {"tags": tags, "add_tags": add_tags, "remove_tags": remove_tags}
         texts = {"name": name, "project": project, "notes": notes}
-        changes: dict[str, Any] = {key: list(values) for key, values in lists.items() if values is not None}
-        changes |= {key: text for key, text in texts.items() if text is not None}
-        return await self._http.json(JobSummary, "PATCH", resource("jobs", id), noun=changes)
+        return await self._http.json(JobSummary, "PATCH", resource("jobs", id), noun=label_changes(lists, texts))
 
     async def job(self, id: str) -> Job:
         """Everything the server knows of a job: state, progress, spec, workers, last metrics. Raises ApiNotFound."""

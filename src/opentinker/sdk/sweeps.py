@@ -6,12 +6,13 @@ import asyncio
 import math
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from opentinker.sdk.http import Http, resource
 from opentinker.sdk.inputs import Spec, prepared
+from opentinker.sdk.labels import label_changes, list_query
 from opentinker.shared.api_types import DeletedSweep, Sweep, SweepSummary
 from opentinker.shared.types.sweeps import TABLE
 
@@ -48,9 +49,44 @@ class SweepCalls:
         limit_s = max(self._http.timeout_s, SUBMIT_S)
         return await self._http.json(SweepSummary, "POST", "/v1/sweeps", noun=data, headers=headers, timeout_s=limit_s)
 
-    async def sweeps(self, limit: int = 100) -> list[SweepSummary]:
-        """The newest sweeps, newest first."""
-        return await self._http.newest("/v1/sweeps", "sweeps", limit)
+    async def sweeps(
+        self,
+        limit: int = 100,
+        *,
+        states: Collection[str] | None = None,
+        kinds: Collection[str] | None = None,
+        name: str | None = None,
+        project: str | None = None,
+        tags: Collection[str] | None = None,
+        environment: str | None = None,
+        model: str | None = None,
+        owner: str | None = None,
+        search: str | None = None,
+        sort: str | None = None,
+    ) -> list[SweepSummary]:
+        """The first `limit` sweeps, newest first or by `sort`; filters are those of `jobs`. A sweep whose model or
+        environment is varied has none."""
+        lists = {"state": states, "kind": kinds, "tag": tags}
+        texts = {"name": name, "project": project, "environment": environment, "model": model, "owner": owner}
+        query = list_query(lists, {**texts, "search": search, "sort": sort})
+        return await self._http.newest("/v1/sweeps", "sweeps", limit, query)
+
+    async def label_sweep(
+        self,
+        id: str,
+        *,
+        name: str | None = None,
+        project: str | None = None,
+        tags: Collection[str] | None = None,
+        add_tags: Collection[str] | None = None,
+        remove_tags: Collection[str] | None = None,
+        notes: str | None = None,
+    ) -> SweepSummary:
+        """Change what a sweep is called and what is noted about it, running or over, as `label` does with a job. Jobs
+        that it submits later have the new ones. Raises ApiConflict for more than 19 tags."""
+        lists = {"tags": tags, "add_tags": add_tags, "remove_tags": remove_tags}
+        changes = label_changes(lists, {"name": name, "project": project, "notes": notes})
+        return await self._http.json(SweepSummary, "PATCH", resource("sweeps", id), noun=changes)
 
     async def sweep_state(self, id: str) -> Sweep:
         """A sweep with its trials, the best so far, and the importance of its settings. Raises ApiNotFound."""

@@ -308,6 +308,12 @@ async def test_a_sweep_is_submitted_shown_cancelled_deleted(sweep: Path, on: lis
     shown = await run("sweep", id, *on)
     assert "grid, maximize reward/mean" in shown.stdout and "0.1" in shown.stdout, shown.stdout + shown.stderr
     assert "0 of 2 trials (1 running)" in (await run("sweeps", *on)).stdout
+    done = await run("label", id, "--project", "maths", "--tag", "base", "--notes", "lr 1e-4", *on)
+    assert done.stdout == f"{id}  {made['name']}  project maths  base\n"
+    found = await run("sweeps", "--project", "maths", "--tag", "base", "--search", "1E-4", "--sort", "-name", *on)
+    assert id in found.stdout and "maths" in found.stdout
+    assert (await run("sweeps", "--state", "failed", *on)).stdout == "no such sweep\n"
+    assert "must be one of running" in (await run("sweeps", "--state", "queued", *on)).stderr
     refused = await run("sweep", id, "--delete", *on)
     assert refused.returncode == 1 and "cancel it first" in refused.stderr
     assert (await run("sweep", id, "--cancel", *on)).stdout.split() == [id, "cancelled"]

@@ -28,7 +28,8 @@ def trial(number: int, values: list[float | None], *, seeds: bool = True, **fiel
 def sweep(*trials: dict[str, Any], best: int | None = None, **fields: Any) -> Any:
     times = {"created": 0.0, "finished": 9.0}
     told = {"id": "s-1", "name": "x", "state": "succeeded", "reason": "", "method": "grid", "goal": "maximize"}
-    made = {**times, **told, "metric": "exact", "jobs": 2, "worker_s": 1.0, "planned": len(trials), "trials": {}}
+    told |= {"project": "", "tags": [], "notes": ""}
+    made: dict[str, Any] = {**times, **told, "metric": "exact", "jobs": 2, "worker_s": 1.0, "planned": len(trials), "trials": {}}
     shown = None if best is None else {"number": best, "value": 1.0, "settings": {LR: best}}
     return {
         **made,
@@ -56,6 +57,12 @@ def test_the_hint_names_the_best_job_of_the_best_trial(capsys: pytest.CaptureFix
     assert best_job(found) == "j-11" and printed(found, capsys).rstrip().endswith("job j-11")
     found["goal"] = "minimize"
     assert best_job(found) == "j-10"
+
+
+def test_labels_are_shown_where_there_are_any(capsys: pytest.CaptureFixture[str]) -> None:
+    said = printed(sweep(trial(0, [0.5]), project="maths", tags=["base", "odd"], notes="second seed"), capsys)
+    assert said.startswith("s-1  x  project maths, base, odd\nsecond seed\n")
+    assert printed(sweep(trial(0, [0.5])), capsys).startswith("s-1  x\nsucceeded")
 
 
 def test_a_reason_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,6 +27,10 @@ def sweeps(ctx: typer.Context, incomplete: str) -> list[Offer]:
     return _asked(ctx, incomplete, lambda api: ((one["id"], _told(one)) for one in api.sweeps(OFFERED)))
 
 
+def jobs_and_sweeps(ctx: typer.Context, incomplete: str) -> list[Offer]:
+    return [*jobs(ctx, incomplete), *sweeps(ctx, incomplete)]
+
+
 def environments(ctx: typer.Context, incomplete: str) -> list[Offer]:
     """Return names of environments as a spec has them."""
 

@@ -12,7 +12,7 @@ from opentinker.services.scheduler.placement import planner
 from opentinker.services.scheduler.placement.reconciler import Reconciler
 from opentinker.services.scheduler.placement.types import ClusterView, PlacementPlan
 from opentinker.shared.state.active_jobs import PORTION, ActiveJobs
-from opentinker.shared.state.job_rows import JobRows
+from opentinker.shared.state.list_rows import ListRows
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobRecord, JobState
 from tests.conftest import Server
@@ -44,7 +44,7 @@ async def test_only_changed_jobs_are_read_again(store: Store, reading: Reading) 
     reading.ids.clear()
     await store.transition(ids[3], JobState.STARTING, epoch=1)
     await store.update(ids[5], waiting_for="a trainer")
-    await JobRows(store.redis).label(ids[7], {"name": "renamed"}, add=["new"], remove=[])
+    await ListRows(store.redis).label(ids[7], {"name": "renamed"}, add=["new"], remove=[])
     await store.transition(ids[9], JobState.CANCELLED)
     late = await new_job(store, "j-late")
     jobs = {job.id: job for job in await reading.jobs.all()}

@@ -1,4 +1,4 @@
-"""Selects, sorts and counts a tenant's jobs for a list, as the request's query asks."""
+"""Selects, sorts and counts a tenant's jobs or sweeps for a list, as the request's query asks."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from opentinker.shared.state.job_rows import JobRow
+from opentinker.shared.state.list_rows import ListRow
 from opentinker.shared.types.core import JobState
 from opentinker.shared.types.errors import SpecError
+from opentinker.shared.types.sweeps import SweepState
 
-STATES = tuple(state.value for state in JobState)
-KINDS = ("rl", "sft", "dpo", "inference", "eval", "tinker")
 LONGEST = 200
 """Characters of a filter."""
-EQUAL: dict[str, Callable[[JobRow], str]] = {
+EQUAL: dict[str, Callable[[ListRow], str]] = {
     "environment": lambda row: row.environment,
     "model": lambda row: row.model,
     "project": lambda row: row.project,
@@ -24,16 +23,16 @@ EQUAL: dict[str, Callable[[JobRow], str]] = {
 """Filters by one value, and what of a row it is compared with."""
 
 
-def _folded(name: str, row: JobRow) -> str:
+def _folded(name: str, row: ListRow) -> str:
     return EQUAL[name](row).casefold()
 
 
-def _alone(name: str, row: JobRow) -> tuple[str]:
+def _alone(name: str, row: ListRow) -> tuple[str]:
     return (EQUAL[name](row),)
 
 
 RUNNING_FIRST = (JobState.RUNNING, JobState.STARTING, JobState.QUEUED, JobState.PAUSED)
-ORDERS: dict[str, Callable[[JobRow], Any]] = {
+ORDERS: dict[str, Callable[[ListRow], Any]] = {
     "created": lambda row: -row.created,
     "updated": lambda row: -row.updated,
     "finished": lambda row: -row.finished,
@@ -44,7 +43,30 @@ ORDERS: dict[str, Callable[[JobRow], Any]] = {
     **{name: partial(_folded, name) for name in EQUAL},
 }
 """By the name of `sort`. Times and steps: the largest first; equal ones: the newest first."""
-GROUPED: dict[str, Callable[[JobRow], Iterable[str]]] = {
+
+
+class Listed(NamedTuple):
+    """What is listed, and what its filters and orders may name."""
+
+    noun: str
+    states: tuple[str, ...]
+    kinds: tuple[str, ...]
+    orders: tuple[str, ...]
+
+
+JOBS = Listed(
+    "job",
+    tuple(state.value for state in JobState),
+    ("rl", "sft", "dpo", "inference", "eval", "tinker"),
+    tuple(ORDERS),
+)
+SWEEPS = Listed(
+    "sweep",
+    tuple(state.value for state in SweepState),
+    ("rl", "sft", "dpo", "eval"),
+    tuple(name for name in ORDERS if name != "step"),
+)
+GROUPED: dict[str, Callable[[ListRow], Iterable[str]]] = {
     "state": lambda row: (row.state.value,),
     "kind": lambda row: (row.kind,),
     "tag": lambda row: row.tags or ("",),
@@ -52,7 +74,7 @@ GROUPED: dict[str, Callable[[JobRow], Iterable[str]]] = {
 }
 
 
-class JobQuery(NamedTuple):
+class ListQuery(NamedTuple):
     """Filters, and the order of what they let through."""
 
     states: frozenset[str] = frozenset()
@@ -64,33 +86,34 @@ class JobQuery(NamedTuple):
     sort: str = "created"
 
     @classmethod
-    def of(cls, query: Mapping[str, str]) -> JobQuery:
+    def of(cls, query: Mapping[str, str], what: Listed = JOBS) -> ListQuery:
         """Raises SpecError."""
         for name in ("search", "name", "tag", *EQUAL):
             if len(query.get(name, "")) > LONGEST:
                 raise SpecError.of(name, query[name][:100], f"must be {LONGEST} characters at most")
         states, sort = _parts(query.get("state", "")), query.get("sort", "created")
         kinds = _parts(query.get("kind", ""))
-        for name, given, known in (("state", states, STATES), ("kind", kinds, KINDS)):
-            if unknown := sorted(given - set(known)):
-                raise SpecError.of(name, unknown[0][:100], f"must be one of {', '.join(known)}, or several with commas")
-        if sort.removeprefix("-") not in ORDERS:
-            raise SpecError.of("sort", sort[:100], f"must be one of {', '.join(ORDERS)}, reversed by a leading -")
+        for name, given, allowed in (("state", states, what.states), ("kind", kinds, what.kinds)):
+            if unknown := sorted(given - set(allowed)):
+                raise SpecError.of(name, unknown[0][:100], f"must be one of {', '.join(allowed)}, or several with commas")
+        if sort.removeprefix("-") not in what.orders:
+            known = ", ".join(what.orders)
+            raise SpecError.of("sort", sort[:100], f"must be one of {known}, reversed by a leading -")
         equal = tuple((name, query[name]) for name in EQUAL if query.get(name))
         words = tuple(query.get("search", "").lower().split())
         return cls(states, kinds, query.get("name", "").casefold(), equal, _parts(query.get("tag", "")), words, sort)
 
     @property
     def plain(self) -> bool:
-        """Return whether the query asks for all jobs, newest first."""
-        return self == JobQuery()
+        """Return whether the query asks for all of them, newest first."""
+        return self == ListQuery()
 
-    def chosen(self, rows: Iterable[JobRow]) -> list[JobRow]:
+    def chosen(self, rows: Iterable[ListRow]) -> list[ListRow]:
         """Return the rows that pass the filters, sorted. `rows`: newest first."""
         found = [row for row in rows if self._wants(row)]
         return sorted(found, key=ORDERS[self.sort.removeprefix("-")], reverse=self.sort.startswith("-"))
 
-    def _wants(self, row: JobRow) -> bool:
+    def _wants(self, row: ListRow) -> bool:
         return (
             (not self.states or row.state in self.states)
             and (not self.kinds or row.kind in self.kinds)
@@ -105,13 +128,13 @@ def _parts(text: str) -> frozenset[str]:
     return frozenset(part.strip() for part in text.split(",") if part.strip())
 
 
-def _text(row: JobRow) -> str:
+def _text(row: ListRow) -> str:
     """Return the text that a search matches."""
     told = (row.id, row.name, row.kind, row.model, row.environment, row.key, row.project, *row.tags, row.notes)
     return " ".join(told).lower()
 
 
-def groups_of(rows: Iterable[JobRow], by: str) -> list[dict[str, Any]]:
+def groups_of(rows: Iterable[ListRow], by: str) -> list[dict[str, Any]]:
     """Return the jobs of each value, counted by state; the largest group first. A job counts once for each tag."""
     counts: dict[str, Counter[str]] = {}
     for row in rows:

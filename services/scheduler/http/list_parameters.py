@@ -1,0 +1,33 @@
+"""Query parameters of lists of jobs and of sweeps: filters and an order. `jobs/list_query.py` reads them."""
+
+from __future__ import annotations
+
+from opentinker.services.scheduler.http.route_decorator import Parameter
+from opentinker.services.scheduler.jobs.list_query import EQUAL, Listed
+from opentinker.shared.state.list_rows import MOST_ROWS
+
+
+def parameters_of(what: Listed) -> tuple[Parameter, tuple[Parameter, ...]]:
+    """Return the order and the filters."""
+    many = f"{what.noun}s"
+    sort = Parameter(
+        "sort",
+        f"Order: {', '.join(what.orders)}; a leading - reverses it. By default the newest come first, by state the "
+        f"running. Orders and filters look at the newest {MOST_ROWS:,} {many}.",
+    )
+    filters = (
+        Parameter("state", f"Only {many} in one of these states, separated by commas: {', '.join(what.states)}."),
+        Parameter("kind", f"Only {many} of one of these kinds, separated by commas: {', '.join(what.kinds)}."),
+        Parameter("name", f"Only {many} with this text in their name."),
+        *(
+            Parameter(name, f"Only {many} with this {name}{' (id of the key, or name of the user)' * (name == 'owner')}.")
+            for name in EQUAL
+        ),
+        Parameter("tag", f"Only {many} with this tag; with all of several, separated by commas."),
+        Parameter(
+            "search",
+            f"Only {many} with all of these words in their id, name, kind, model, environment, project, tags, notes or "
+            "owner.",
+        ),
+    )
+    return sort, filters

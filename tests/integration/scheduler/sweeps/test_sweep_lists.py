@@ -1,0 +1,82 @@
+"""Lists of sweeps: filtered, sorted and labelled as jobs are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from opentinker.shared import api_types
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.types.sweeps import MAX_SWEEP_TAGS
+from tests.conftest import until
+from tests.support.api import SPEC, Http, fits, mistakes
+from tests.support.sweeps import SKILL, jobs_of, play_all, skill, swept
+
+
+async def made(http: Http, table: dict[str, Any] | None = None, **labels: Any) -> str:
+    status, sweep = await http("POST", "/v1/sweeps", json={**swept(**(table or {})), **labels})
+    assert status == 201, sweep
+    return str(sweep["id"])
+
+
+async def listed(http: Http, query: str) -> list[str]:
+    status, page = await http("GET", f"/v1/sweeps?{query}")
+    assert status == 200, page
+    fits(page, api_types.Sweeps)
+    return [sweep["name"] for sweep in page["sweeps"]]
+
+
+async def test_sweeps_are_listed_by_their_labels_as_jobs_are(http: Http, ctx: Context) -> None:
+    await made(http, name="one", project="maths", tags=["base", "odd"], notes="lr 1e-4")
+    second = await made(http, name="two", project="maths", tags=["base"])
+    await made(http, {"parameters": {SKILL: [0.1], "model.base": [SPEC["model"]["base"]]}}, name="varied")
+    await http("POST", f"/v1/sweeps/{second}/cancel")
+    assert await listed(http, "project=maths") == ["two", "one"]
+    assert await listed(http, "project=maths&sort=name") == ["one", "two"]
+    assert await listed(http, "tag=base,odd") == ["one"]
+    assert await listed(http, "search=1E-4+maths") == ["one"]
+    assert await listed(http, "state=cancelled") == await listed(http, "name=TW") == ["two"]
+    assert await listed(http, "state=running&sort=-created") == ["one", "varied"]
+    assert await listed(http, "kind=sft") == []
+    _, page = await http("GET", "/v1/sweeps?sort=state&limit=1")
+    assert (page["more"], page["sweeps"][0]["name"]) == (True, "varied"), "running ones first, the newest of them first"
+    assert await listed(http, f"sort=state&before={page['cursor']}") == ["one", "two"]
+    models = {sweep["name"]: sweep["model"] for sweep in (await http("GET", "/v1/sweeps"))[1]["sweeps"]}
+    assert models["varied"] == "" and await listed(http, f"model={models['one']}") == ["two", "one"]
+
+
+@pytest.mark.parametrize(
+    ("query", "field"),
+    [("sort=step", "sort"), ("state=queued", "state"), ("kind=tinker", "kind"), ("before=s-0000000000&tag=x", "before")],
+)
+async def test_what_no_sweep_has_is_refused(http: Http, query: str, field: str) -> None:
+    status, body = await http("GET", f"/v1/sweeps?{query}")
+    assert status == 422 and set(mistakes(body)) == {field}
+
+
+async def test_labels_change_while_a_sweep_runs_and_later_jobs_have_them(http: Http, ctx: Context) -> None:
+    sweep = await made(http, {"max_running": 1}, name="old", project="maths", tags=["base"])
+    (first,) = await until(lambda: jobs_of(http, sweep), len)
+    changes = {"name": "new", "project": "physics", "add_tags": ["late"], "remove_tags": ["base"], "notes": "seed 2"}
+    status, changed = await http("PATCH", f"/v1/sweeps/{sweep}", json=changes)
+    fits(changed, api_types.SweepSummary)
+    assert (status, changed["name"], changed["project"], changed["tags"]) == (200, "new", "physics", ["late"])
+    over = await play_all(ctx, http, sweep, lambda spec: [skill(spec)])
+    assert (over["notes"], over["spec"]["project"]) == ("seed 2", "maths"), "the spec stays as it was submitted"
+    jobs = await jobs_of(http, sweep)
+    assert [(job["project"], job["tags"]) for job in jobs] == [
+        ("maths", ["base", sweep]), ("physics", ["late", sweep]), ("physics", ["late", sweep])
+    ]  # fmt: skip
+    assert jobs[0]["id"] == first["id"] and jobs[1]["name"].startswith("new #1 ")
+    status, changed = await http("PATCH", f"/v1/sweeps/{sweep}", json={"tags": []})
+    assert (status, changed["tags"], changed["state"]) == (200, [], "succeeded")
+
+
+async def test_a_sweep_has_room_for_the_tag_of_its_jobs(http: Http) -> None:
+    many = [f"t{n}" for n in range(MAX_SWEEP_TAGS)]
+    sweep = await made(http, {"max_running": 1}, tags=many)
+    status, body = await http("PATCH", f"/v1/sweeps/{sweep}", json={"add_tags": ["more"]})
+    assert status == 409 and f"{MAX_SWEEP_TAGS} are allowed" in body["detail"]
+    status, body = await http("PATCH", f"/v1/sweeps/{sweep}", json={"tags": [*many, "more"]})
+    assert status == 422 and set(mistakes(body)) == {"tags"}
