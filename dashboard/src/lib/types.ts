@@ -27,9 +27,20 @@ export interface Job {
   model: string;
 }
 
-export interface SweepSummary {
+/** What people call a job or a sweep, and note about it. */
+export interface Labelled {
   id: string;
   name: string;
+  project: string;
+  tags: string[];
+  notes: string;
+}
+
+export interface SweepSummary extends Labelled {
+  kind: string;
+  /** Empty where it is varied. */
+  model: string;
+  environment: string;
   state: string;
   reason: string;
   method: string;

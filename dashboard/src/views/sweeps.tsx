@@ -1,49 +1,114 @@
 // Sweeps: how far each is and its best trial; of one, all trials and which settings matter.
 
 import type { JSX } from "preact";
+import { useState } from "preact/hooks";
 import { Chart, type Look } from "../chart.tsx";
-import { go, useAsked, useDoing, useMay, useNow } from "../hooks.ts";
+import { go, queryNow, useAsked, useDoing, useMay, useNow, useQuery } from "../hooks.ts";
 import { ask } from "../lib/api.ts";
+import { filterOf, queryOf, sortsFor, SWEEP_SORTS, valueOf, viewOf, withLabel, without, type Label, type ListView } from "../lib/jobs/view.ts";
 import { bestText, lastName, progress, ranked, seedText, settingText, trialValue } from "../lib/sweeps.ts";
 import type { Sweep, SweepSummary, SweepTrial } from "../lib/types.ts";
 import { ago, duration, short } from "../lib/words.ts";
-import { Empty, Facts, Progress, Said, State, Table, type Column } from "../parts.tsx";
+import { Empty, Facts, Progress, Said, Select, State, Table, type Column } from "../parts.tsx";
 import { MOST_RUNS } from "./compare/compare.tsx";
+import { Labels } from "./job/labels.tsx";
+import { Chip } from "./jobs/filters.tsx";
 import { Share } from "./share.tsx";
 
 const LOOK_S = 3;
 
+const STATES = ["", "running", "succeeded", "failed", "cancelled"];
+const PAGE = 200;
+/** A page of the API. */
+const MOST = 1000;
+
 export function Sweeps(): JSX.Element {
-  const { value, problem } = useAsked<{ sweeps: SweepSummary[] }>("/v1/sweeps", LOOK_S);
+  const [query, setQuery] = useQuery();
+  const view = viewOf(query);
+  const { labels, sort } = view;
+  const change = (part: Partial<ListView>): void => setQuery(queryOf({ ...viewOf(queryNow()), ...part }));
+  const choose = (label: Label): void => change({ labels: withLabel(labels, label) });
+  const filter = filterOf(view);
+  return (
+    <>
+      <h1>Sweeps</h1>
+      <div class="bar">
+        <input
+          type="search"
+          maxLength={200}
+          placeholder="Name, id, kind, environment, model, notes…"
+          aria-label="Search sweeps"
+          value={view.search}
+          onInput={(event) => change({ search: event.currentTarget.value })}
+        />
+        <Select label="State" value={valueOf(labels, "state")} of={STATES.map((one) => [one, one || "any state"])} choose={(one) => choose(["state", one])} />
+        <Select label="Order" value={sort} of={sortsFor(sort, SWEEP_SORTS)} choose={(one) => change({ sort: one })} />
+        {labels.map((label) => label[0] !== "state" && <Chip key={label.join()} label={label} remove={() => change({ labels: without(labels, label) })} />)}
+      </div>
+      <Found key={`${filter}`} filter={`&${new URLSearchParams([["sort", sort], ...filter])}`} clear={`${filter}` ? () => change({ search: "", labels: [] }) : null} choose={choose} />
+    </>
+  );
+}
+
+interface FoundProps {
+  filter: string;
+  /** Shows all sweeps; null: it does. */
+  clear: (() => void) | null;
+  choose: (label: Label) => void;
+}
+
+function Found({ filter, clear, choose }: FoundProps): JSX.Element {
+  const [limit, setLimit] = useState(PAGE);
+  const { value, problem } = useAsked<{ sweeps: SweepSummary[]; more: boolean }>(`/v1/sweeps?limit=${limit}${filter}`, LOOK_S);
   const now = useNow(5);
   if (!value) return problem ? <Said problem={problem} /> : <Empty>Loading…</Empty>;
   const columns: Column<SweepSummary>[] = [
-    [
-      "Sweep",
-      (sweep) => (
-        <>
-          <a href={`#/sweeps/${sweep.id}`}>{sweep.name}</a> <small class="dim">{sweep.id}</small>
-        </>
-      ),
-    ],
+    ["Sweep", (sweep) => <Named sweep={sweep} choose={choose} />],
     ["State", (sweep) => <State state={sweep.state} />],
     ["Trials", (sweep) => <Trials of={sweep} />],
     ["Metric", (sweep) => `${sweep.goal} ${sweep.metric}`],
     ["Best", (sweep) => sweep.best && short(sweep.best.value)],
+    ["Project", (sweep) => sweep.project && <Only label={["project", sweep.project]} choose={choose} />],
     ["Created", (sweep) => ago(sweep.created, now), "dim"],
   ];
+  const opens = (sweep: SweepSummary) => (event: MouseEvent) => {
+    if (!(event.target instanceof HTMLElement && event.target.closest("a, button"))) go("sweeps", sweep.id);
+  };
   return (
     <>
-      <h1>Sweeps</h1>
       <Said problem={problem} />
-      {value.sweeps.length === 0 ? (
+      {value.sweeps.length ? (
+        <Table of={columns} rows={value.sweeps} by={(sweep) => sweep.id} look="card" row={(sweep) => ({ onClick: opens(sweep) })} />
+      ) : clear ? (
+        <Empty>
+          No sweep matches the filters. <button onClick={clear}>Clear the filters</button>
+        </Empty>
+      ) : (
         <Empty>
           No sweeps yet. <code>opentinker submit examples/sweep_toy.toml</code> starts one.
         </Empty>
-      ) : (
-        <Table of={columns} rows={value.sweeps} by={(sweep) => sweep.id} look="card" row={(sweep) => ({ onClick: () => go("sweeps", sweep.id) })} />
       )}
+      {value.more && (limit < MOST ? <button onClick={() => setLimit(limit + PAGE)}>More sweeps</button> : <p class="dim">the first {MOST} sweeps; filters find others</p>)}
     </>
+  );
+}
+
+function Named({ sweep, choose }: { sweep: SweepSummary; choose: (label: Label) => void }): JSX.Element {
+  return (
+    <>
+      <a href={`#/sweeps/${sweep.id}`}>{sweep.name}</a> <small class="dim">{sweep.id}</small>{" "}
+      {sweep.tags.map((tag) => (
+        <Only key={tag} label={["tag", tag]} choose={choose} />
+      ))}
+    </>
+  );
+}
+
+function Only({ label, choose }: { label: Label; choose: (label: Label) => void }): JSX.Element {
+  return (
+    <button class="chip label" title={`Only sweeps of this ${label[0]}`} onClick={() => choose(label)}>
+      {label[1]}
+    </button>
   );
 }
 
@@ -74,6 +139,7 @@ export function SweepView({ id }: { id: string }): JSX.Element {
           {may && sweep.state === "running" && <button onClick={cancel}>Cancel</button>}
         </p>
         {sweep.reason && <p>{sweep.reason}</p>}
+        <Labels of={sweep} at={`/v1/sweeps/${encodeURIComponent(id)}`} again={again} />
         <Said problem={problem ?? refused} />
         <Facts
           of={[

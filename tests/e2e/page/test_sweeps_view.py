@@ -73,3 +73,31 @@ async def test_a_sweep_shows_its_trials_what_matters_and_its_jobs_compared(opene
     await tab.page.get_by_role("link", name="Compare its jobs").click()
     await tab.page.wait_for_url(f"**/#/compare/{jobs[1]},{jobs[0]}**")
     await expect(tab.page.locator("table.compared tbody tr").first).to_contain_text("better")
+
+
+async def test_sweeps_are_found_by_their_labels_which_are_changed_here(opened: Open, http: Http) -> None:
+    made = []
+    for name, labels in (("one", {"project": "maths", "tags": ["base"]}), ("two", {"notes": "second seed"})):
+        swept = {**SPEC, **labels, "name": name, "sweep": {"parameters": {"rollout.toy.skill": SKILLS}}}
+        made.append((await http("POST", "/v1/sweeps", json=swept))[1]["id"])
+    tab = await opened(http.url, "sweeps")
+    rows = tab.page.locator("tbody tr")
+    await expect(rows).to_have_count(2)
+    await tab.page.get_by_role("button", name="maths").click()
+    await expect(rows).to_have_count(1)
+    await tab.page.wait_for_url("**/#/sweeps?project=maths")
+    await tab.page.get_by_role("button", name="project: maths").click()
+    await tab.page.get_by_label("Search sweeps").fill("second")
+    await expect(rows).to_have_count(1)
+    await rows.get_by_role("link", name="two").click()
+    await expect(tab.page.locator(".labels .prose")).to_have_text("second seed")
+    await tab.page.get_by_role("button", name="Edit name, project, tags, notes").click()
+    await tab.page.get_by_label("Name", exact=True).fill("the second")
+    await tab.page.get_by_label("Tags, separated").fill("late, odd")
+    await tab.page.get_by_role("button", name="Save").click()
+    await expect(tab.page.get_by_role("heading", level=1)).to_have_text("the second")
+    _, changed = await http("GET", f"/v1/sweeps/{made[1]}")
+    assert (changed["name"], changed["tags"], changed["notes"]) == ("the second", ["late", "odd"], "second seed")
+    await tab.page.goto(f"{http.url}/#/sweeps?tag=nothing")
+    await tab.page.get_by_role("button", name="Clear the filters").click()
+    await expect(rows).to_have_count(2)

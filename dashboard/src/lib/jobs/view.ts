@@ -1,4 +1,4 @@
-// What the list of jobs shows: filters, order and grouping, as the address has them.
+// What the lists of jobs and of sweeps show: filters, order and grouping, as the address has them.
 
 export const PROPERTIES = ["project", "tag", "kind", "environment", "model", "owner", "state"] as const;
 export type Property = (typeof PROPERTIES)[number];
@@ -28,6 +28,8 @@ export const SORTS: [string, string][] = [
   ["model", "by model"],
   ["owner", "by owner"],
 ];
+/** A sweep has no steps. */
+export const SWEEP_SORTS = SORTS.filter(([name]) => name !== "step");
 /** The order of a column of the table. */
 export const SORT_OF: Record<string, string> = {
   Job: "name", State: "state", Progress: "step", Time: "created", Environment: "environment", Model: "model", Project: "project", Owner: "owner",
@@ -91,7 +93,7 @@ export function directionOf(sort: string, column: string): "ascending" | "descen
 }
 
 /** The orders to choose from, with the present one. */
-export function sortsFor(sort: string): [string, string][] {
-  const text = SORTS.find(([name]) => `-${name}` === sort)?.[1];
-  return text ? [...SORTS, [sort, `${text}, reversed`]] : SORTS;
+export function sortsFor(sort: string, of = SORTS): [string, string][] {
+  const text = of.find(([name]) => `-${name}` === sort)?.[1];
+  return text ? [...of, [sort, `${text}, reversed`]] : of;
 }

@@ -97,7 +97,7 @@ function Top({ job, follow, again }: { job: JobDetail; follow: Follow | null; ag
         <span class="spring" />
         <Actions job={job} again={again} />
       </div>
-      <Labels job={job} again={again} />
+      <Labels of={job} at={path(job.id)} again={again} />
       {!ENDLESS.includes(job.kind) && (
         <div class="line">
           <Progress {...job} />

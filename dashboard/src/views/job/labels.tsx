@@ -1,27 +1,29 @@
-// What people call a job and note about it; whoever may change jobs changes it here.
+// What people call a job or a sweep and note about it; whoever may change jobs changes it here.
 
 import type { JSX } from "preact";
 import { useState } from "preact/hooks";
 import { useDoing, useMay } from "../../hooks.ts";
-import { ask, job as path } from "../../lib/api.ts";
-import type { JobDetail, Json } from "../../lib/types.ts";
+import { ask } from "../../lib/api.ts";
+import type { Json, Labelled } from "../../lib/types.ts";
 import { Said } from "../../parts.tsx";
 
 interface LabelsProps {
-  job: JobDetail;
+  of: Labelled;
+  /** Path of the API. */
+  at: string;
   again: () => void;
 }
 
-export function Labels({ job, again }: LabelsProps): JSX.Element | null {
+export function Labels({ of: one, at, again }: LabelsProps): JSX.Element | null {
   const may = useMay("jobs:write");
   const [isOpen, setOpen] = useState(false);
-  if (isOpen) return <Change job={job} again={again} close={() => setOpen(false)} />;
-  if (!may && !job.project && !job.tags.length && !job.notes) return null;
+  if (isOpen) return <Change of={one} at={at} again={again} close={() => setOpen(false)} />;
+  if (!may && !one.project && !one.tags.length && !one.notes) return null;
   return (
     <div class="labels">
       <p>
-        {job.project && <span class="dim">{job.project}</span>}{" "}
-        {job.tags.map((tag) => (
+        {one.project && <span class="dim">{one.project}</span>}{" "}
+        {one.tags.map((tag) => (
           <span key={tag} class="chip tag">
             {tag}
           </span>
@@ -32,18 +34,18 @@ export function Labels({ job, again }: LabelsProps): JSX.Element | null {
           </button>
         )}
       </p>
-      {job.notes && <p class="prose">{job.notes}</p>}
+      {one.notes && <p class="prose">{one.notes}</p>}
     </div>
   );
 }
 
-function Change({ job, again, close }: LabelsProps & { close: () => void }): JSX.Element {
+function Change({ of: one, at, again, close }: LabelsProps & { close: () => void }): JSX.Element {
   const { doing, problem, act } = useDoing();
-  const [first] = useState(job);
-  const [name, setName] = useState(job.name);
-  const [project, setProject] = useState(job.project);
-  const [tags, setTags] = useState(job.tags.join(", "));
-  const [notes, setNotes] = useState(job.notes);
+  const [first] = useState(one);
+  const [name, setName] = useState(one.name);
+  const [project, setProject] = useState(one.project);
+  const [tags, setTags] = useState(one.tags.join(", "));
+  const [notes, setNotes] = useState(one.notes);
   /** Without what is as it was, which somebody else may have changed meanwhile. */
   const changed = (): Json => ({
     ...(name !== first.name && { name }),
@@ -54,7 +56,7 @@ function Change({ job, again, close }: LabelsProps & { close: () => void }): JSX
   const save = (event: Event): void => {
     event.preventDefault();
     act(async () => {
-      await ask(path(job.id), { method: "PATCH", body: changed() });
+      await ask(at, { method: "PATCH", body: changed() });
       again();
       close();
     });
