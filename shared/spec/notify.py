@@ -14,6 +14,7 @@ Occasion = Literal["succeeded", "failed", "cancelled", "alarm", "target"]
 Bound = Annotated[float, Field(ge=-1e30, le=1e30)]
 ALARMS = ("mismatch_alarm", "collapse_alarm", "environment_down")
 """Events of a job that are told as `alarm`."""
+OF_JOBS = "sweep.notify_jobs = true tells of its jobs' alarms and targets too"
 EMAIL = r"^[A-Za-z0-9_%+-]+(\.[A-Za-z0-9_%+-]+)*@[A-Za-z0-9-]+(\.[A-Za-z0-9-]+)*$"
 """Addresses without quotes and comments: what a header takes as it is."""
 
@@ -48,7 +49,7 @@ class NotifySpec(SpecPart):
     on: Annotated[list[Occasion], Field(min_length=1, max_length=5)] = ["succeeded", "failed", "alarm"]
     """Occasions. `alarm`: a collapse or mismatch alarm, or an environment that is down. `target` needs a target."""
     target: TargetSpec | None = None
-    """Tells once that a metric has reached a value."""
+    """Tells once that a metric has reached a value; of a sweep, that its best trial has."""
 
     @classmethod
     def written(cls, data: dict[str, Any]) -> list[dict[str, Any]]:
@@ -66,14 +67,24 @@ class NotifySpec(SpecPart):
         return occasion in self.on or (occasion == "target" and self.target is not None)
 
 
-def silent_entries(entries: Any) -> list[dict[str, Any]]:
-    """Return mistakes for entries that never send anything about a sweep: it has ends, but no alarms and targets."""
+def sweep_mistakes(entries: Any, metric: str, goal: str) -> list[dict[str, Any]]:
+    """Return mistakes for entries that ask for more than a sweep tells of, its end and its metric's target: alarms
+    alone, targets of other metrics, and those that its best trial only moves away from."""
     found = []
     for place, entry in enumerate(entries if isinstance(entries, list) else []):
-        on = entry.get("on") if isinstance(entry, dict) else None
-        if isinstance(on, list) and on and not {"succeeded", "failed", "cancelled"} & {*map(str, on)}:
-            problem = (
-                "a sweep tells of its end alone; sweep.notify_jobs = true tells of its jobs' alarms and targets too"
-            )
+        if not isinstance(entry, dict):
+            continue
+        on, target = entry.get("on"), entry.get("target")
+        if isinstance(on, list) and on and not {"succeeded", "failed", "cancelled", "target"} & {*map(str, on)}:
+            problem = f"a sweep tells of its end and of its target alone; {OF_JOBS}"
             found.append(mistake(f"notify.{place}.on", on, problem))
+        if not isinstance(target, dict):
+            continue
+        if isinstance(other := target.get("metric"), str) and other != metric:
+            problem = f"a sweep tells of targets of its own metric, {metric}; {OF_JOBS}"
+            found.append(mistake(f"notify.{place}.target.metric", other, problem))
+        wrong, right = ("below", "above") if goal == "maximize" else ("above", "below")
+        if target.get(wrong) is not None:
+            problem = f"does not suit a sweep with goal = {goal!r}, whose best value only moves away: use {right}"
+            found.append(mistake(f"notify.{place}.target.{wrong}", target[wrong], problem))
     return found

@@ -2,7 +2,8 @@
 
 Redis keys:
     notify:jobs             sorted set of jobs that notify, by the time they were submitted
-    notify:seen:{job}       hash: after (id of the last event that was looked at), cursor (of metrics), target:{n}
+    notify:seen:{job}       hash: after (id of the last event that was looked at), cursor (of metrics), target:{n}; of a
+                            sweep that runs target:{n}
     notify:tenants          set of tenants that ever had a message
     notify:due:{tenant}     sorted set of ids of messages by the time of the next try
     notify:mails:{tenant}   e-mails sent within the hour
@@ -58,11 +59,11 @@ class Notifications:
     async def forget(self, job: str) -> None:
         """The job has ended and its messages are made."""
         await self._redis.zrem("notify:jobs", job)
-        await self._redis.delete(f"notify:seen:{job}")
+        await self._redis.delete(seen_key(job))
 
     async def seen(self, jobs: Sequence[str]) -> list[dict[str, str]]:
         """Return what of each job was looked at."""
-        return await read_hashes(self._redis, [f"notify:seen:{job}" for job in jobs])
+        return await read_hashes(self._redis, [seen_key(job) for job in jobs])
 
     async def add(self, job: str, messages: Sequence[Message], seen: Mapping[str, str], now: float) -> None:
         """Store messages, and the values of the job that caused them, in one transaction. A message that is stored
@@ -73,7 +74,7 @@ class Notifications:
                 pipe.sadd("notify:tenants", message.tenant)
                 pipe.zadd(_due(message.tenant), {message.id: now}, nx=True)
             for name, value in seen.items():
-                pipe.hset(f"notify:seen:{job}", name, value)
+                pipe.hset(seen_key(job), name, value)
             await pipe.execute()
 
     async def due(self, now: float, each: int) -> list[Message]:
@@ -111,6 +112,11 @@ class Notifications:
         fresh = PREFIX + base64.b64encode(secrets.token_bytes(SECRET_BYTES)).decode()
         await self._redis.set(f"notify:secret:{tenant}", fresh, nx=not renew)
         return str(await self._redis.get(f"notify:secret:{tenant}"))
+
+
+def seen_key(id: str) -> str:
+    """Return the key of what of a job or sweep was looked at."""
+    return f"notify:seen:{id}"
 
 
 def _due(tenant: str) -> str:

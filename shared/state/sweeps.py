@@ -20,6 +20,7 @@ import orjson
 
 from opentinker.shared.state.idempotency import KEPT_S, job_key, other_body, sweep_key
 from opentinker.shared.state.list_rows import tenants_key
+from opentinker.shared.state.notifications import seen_key
 from opentinker.shared.state.redis_script import UNFENCED, LeadersScript, Script, newest, read_field, read_hashes
 from opentinker.shared.types.errors import Conflict, NotFound
 from opentinker.shared.types.sweeps import SweepProgress, SweepRecord, SweepState, SweepSummary, Trial
@@ -84,7 +85,7 @@ class SweepStore:
         self._move = LeadersScript(redis, _MOVE)
         self._save = LeadersScript(redis, _SAVE)
         self._delete = Script(redis, _DELETE)
-        self._end = LeadersScript(redis, "redis.call('SREM', KEYS[1], ARGV[2])")
+        self._end = LeadersScript(redis, "redis.call('SREM', KEYS[1], ARGV[2]) redis.call('DEL', KEYS[2])")
 
     async def create(self, sweep: SweepRecord, idempotency: str = "", body_hash: str = "") -> str:
         """Store a new sweep. Returns its id, or that of the sweep which an equal request made before. Raises Conflict
@@ -186,8 +187,8 @@ class SweepStore:
         return SweepState(before)
 
     async def ended(self, id: str, *, leader: int = UNFENCED) -> None:
-        """No job of the sweep is left to cancel. Raises Fenced."""
-        await self._end(leader=leader, keys=[ACTIVE], args=[id])
+        """No job of the sweep is left to cancel, and all of it was told. Raises Fenced."""
+        await self._end(leader=leader, keys=[ACTIVE, seen_key(id)], args=[id])
 
     async def delete(self, id: str, tenant: str) -> None:
         """Delete the record of a sweep, its trials and its idempotency key. Raises Conflict while it is active."""

@@ -35,7 +35,7 @@ TIMEOUT_S = 10.0
 SHOWN = 200
 """Characters of an answer that an error quotes."""
 WORDS = {"alarm": "needs a look", "target": "has reached its target"}
-"""Occasions that are not states of a job."""
+"""Occasions that are not states of a job or sweep."""
 
 
 _MAILERS = ThreadPoolExecutor(4, thread_name_prefix="mail")
@@ -101,7 +101,8 @@ def text_of(message: Message) -> str:
 def _text_of_sweep(body: dict[str, Any]) -> str:
     sweep = body["sweep"]
     done = sum(sweep["trials"].values())
-    lines = [f"{sweep['name']} ({sweep['id']}) {body['occasion']}, {done} of {sweep['planned']} trials"]
+    said = WORDS.get(body["occasion"], body["occasion"])
+    lines = [f"{sweep['name']} ({sweep['id']}) {said}, {done} of {sweep['planned']} trials"]
     if sweep["reason"]:
         lines.append(sweep["reason"])
     if best := sweep["best"]:

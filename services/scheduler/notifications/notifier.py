@@ -1,5 +1,5 @@
 """Tells people what becomes of their jobs and sweeps, by their [[notify]]. Messages about sweeps come from
-`sweeps/end_message.py`.
+`sweeps/messages.py`.
 
     look   consumes events and metrics of jobs that notify; produces messages in Redis; waits LOOK_S
     send   consumes messages that are due; produces webhooks and e-mails, AT_ONCE of each tenant at the same time, so

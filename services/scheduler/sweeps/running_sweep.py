@@ -16,7 +16,7 @@ from opentinker.services.scheduler.jobs.metric_history import MetricHistory
 from opentinker.services.scheduler.jobs.submit import submit
 from opentinker.services.scheduler.sweeps.curves import LARGEST, History, best_of, mean_value
 from opentinker.services.scheduler.sweeps.early_stopping import judge
-from opentinker.services.scheduler.sweeps.end_message import tell_end
+from opentinker.services.scheduler.sweeps.messages import tell_end, tell_target
 from opentinker.services.scheduler.sweeps.metric_names import absent_metric
 from opentinker.services.scheduler.sweeps.trial_jobs import cancel_job, job_key, submitted_job
 from opentinker.shared.runtime.service import Context
@@ -73,6 +73,8 @@ class RunningSweep:
         """Finished trials that `_importance` is of."""
         self._refused_since = self._retry_at = 0.0
         self._search_error = ""
+        self._told_best: int | None = None
+        """Number of the best trial when targets were looked at."""
 
     async def step(self) -> bool:
         """Look at the jobs once, and do what follows. Return whether nothing is left to do. Raises NotFound: the sweep
@@ -95,6 +97,7 @@ class RunningSweep:
         await self._save(trials)  # first: another leader must not continue a trial whose jobs are cancelled
         await self._cancel_rest(trials)
         await self._save(trials)
+        await self._tell_target(best_of(trials, self.table))
         over = {job.id for trial in trials if not _runs(trial) for job in trial.jobs if job.over}
         for id in over & self._histories.keys():
             del self._histories[id]
@@ -148,6 +151,13 @@ class RunningSweep:
     def _end_trial(self, trial: Trial, state: TrialState, reason: str = "") -> None:
         trial.state, trial.reason, trial.finished = state, reason, time.time()
         log.info("trial_ended", trial=trial.number, state=state.value, value=trial.value, reason=reason)
+
+    async def _tell_target(self, best: Trial | None) -> None:
+        """Tell of targets whenever another trial is the best, and of one that was there before this leader."""
+        number = None if best is None else best.number
+        if number != self._told_best:
+            await tell_target(self.ctx, await self._store.sweep(self.id))
+            self._told_best = number
 
     # --- what follows -------------------------------------------------------------------------------------------
 

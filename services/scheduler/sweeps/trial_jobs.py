@@ -8,7 +8,7 @@ import msgspec
 import structlog
 from pydantic import ValidationError
 
-from opentinker.services.scheduler.sweeps.end_message import tell_end
+from opentinker.services.scheduler.sweeps.messages import tell_end
 from opentinker.shared.messaging.subjects import WAKE
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.sweeps import SweepStore

@@ -14,7 +14,7 @@ from pydantic import Field, ValidationError, WithJsonSchema
 
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.spec.labels import MAX_CHARACTERS
-from opentinker.shared.spec.notify import silent_entries
+from opentinker.shared.spec.notify import sweep_mistakes
 from opentinker.shared.spec.sweeps.table import MAX_PARAMETERS, METRICS, SweepTable, leaves_of
 from opentinker.shared.types.errors import SpecError, plural
 from opentinker.shared.types.mistakes import UNKNOWN, WHOLE, fill, mistake, mistakes_of, short
@@ -119,7 +119,9 @@ def parse_sweep(data: Any) -> Sweep:
     kind = base.get("kind", "rl")
     if kind in ("inference", "tinker"):
         raise SpecError.of("kind", kind, "has no end and no metric to compare: a sweep is of rl, sft, dpo or eval jobs")
-    wrong = _misplaced(table, base) + ([] if table.notify_jobs else silent_entries(base.get("notify")))
+    full = table.with_defaults(kind if kind in METRICS else "rl")
+    silent = [] if table.notify_jobs else sweep_mistakes(base.get("notify"), str(full.metric), str(full.goal))
+    wrong = _misplaced(table, base) + silent
     if table.kind not in (None, kind):
         problem = f"contradicts kind = {kind!r}: leave one of them out, or write kind = {TABLE!r}"
         wrong.append(mistake(f"{TABLE}.kind", table.kind, problem))

@@ -190,7 +190,7 @@ class SweepTable(SpecPart):
     """Stop trials that do worse than the others; every trial runs to its end without this table."""
     notify_jobs: bool = False
     """Send the messages of [[notify]] about every job as well: alarms, targets, and each end. Otherwise each recipient
-    gets one message, at the end of the sweep."""
+    gets one message at the end of the sweep, and one when its best trial reaches the target."""
 
     STAND_INS: ClassVar[dict[str, Any]] = {"parameters": {"x": [0]}}
 
