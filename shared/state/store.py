@@ -41,9 +41,9 @@ from redis.maint_notifications import MaintNotificationsConfig
 from opentinker.shared.asyncio_tools import await_cancellable
 from opentinker.shared.state.active_jobs import ACTIVE, ActiveJobs
 from opentinker.shared.state.idempotency import KEPT_S, job_key, other_body, sweep_key
-from opentinker.shared.state.list_rows import label_fields, tenants_key
 from opentinker.shared.state.job_scripts import CREATE, PLACE, TRANSITION, UPDATE
 from opentinker.shared.state.lease_table import LeaseTable, granted, held_by_another
+from opentinker.shared.state.list_rows import label_fields, tenants_key
 from opentinker.shared.state.redis_script import (
     LED,
     LED_BY_ANOTHER,
@@ -166,7 +166,15 @@ class Store(LeaseTable):
         queued = _event("queued", now, state=JobState.QUEUED.value)
         idem, of_sweep = job_key(tenant, idempotency or id), sweep_key(tenant, idempotency or id)
         answer = await self._create(
-            keys=[f"job:{id}", f"job:{id}:events", tenants_key("job", tenant), ACTIVE, idem, f"job:{id}:states", of_sweep],
+            keys=[
+                f"job:{id}",
+                f"job:{id}:events",
+                tenants_key("job", tenant),
+                ACTIVE,
+                idem,
+                f"job:{id}:states",
+                of_sweep,
+            ],
             args=[id, now, orjson.dumps(fields).decode(), queued, body_hash if idempotency else "", KEPT_S, leader],
         )
         if answer[0] == "differs":

@@ -12,7 +12,7 @@ Keys:
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -198,7 +198,7 @@ class SweepStore:
             raise Conflict(f"sweep {id} runs, or its jobs are still being cancelled")
 
 
-def _record(id: str, fields: dict[str, str | None], kind: type[T]) -> T:
+def _record(id: str, fields: Mapping[str, str | None], kind: type[T]) -> T:
     """A field that an earlier release did not write is absent, and has its default."""
     there: dict[str, Any] = {name: text for name, text in fields.items() if text is not None}
     there |= {name: orjson.loads(there[name]) for name in JSON_FIELDS if name in there}

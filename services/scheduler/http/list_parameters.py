@@ -6,6 +6,8 @@ from opentinker.services.scheduler.http.route_decorator import Parameter
 from opentinker.services.scheduler.jobs.list_query import EQUAL, Listed
 from opentinker.shared.state.list_rows import MOST_ROWS
 
+OF_OWNER = " (id of the key, or name of the user)"
+
 
 def parameters_of(what: Listed) -> tuple[Parameter, tuple[Parameter, ...]]:
     """Return the order and the filters."""
@@ -19,10 +21,7 @@ def parameters_of(what: Listed) -> tuple[Parameter, tuple[Parameter, ...]]:
         Parameter("state", f"Only {many} in one of these states, separated by commas: {', '.join(what.states)}."),
         Parameter("kind", f"Only {many} of one of these kinds, separated by commas: {', '.join(what.kinds)}."),
         Parameter("name", f"Only {many} with this text in their name."),
-        *(
-            Parameter(name, f"Only {many} with this {name}{' (id of the key, or name of the user)' * (name == 'owner')}.")
-            for name in EQUAL
-        ),
+        *(Parameter(name, f"Only {many} with this {name}{OF_OWNER * (name == 'owner')}.") for name in EQUAL),
         Parameter("tag", f"Only {many} with this tag; with all of several, separated by commas."),
         Parameter(
             "search",

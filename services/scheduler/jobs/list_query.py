@@ -95,7 +95,8 @@ class ListQuery(NamedTuple):
         kinds = _parts(query.get("kind", ""))
         for name, given, allowed in (("state", states, what.states), ("kind", kinds, what.kinds)):
             if unknown := sorted(given - set(allowed)):
-                raise SpecError.of(name, unknown[0][:100], f"must be one of {', '.join(allowed)}, or several with commas")
+                problem = f"must be one of {', '.join(allowed)}, or several with commas"
+                raise SpecError.of(name, unknown[0][:100], problem)
         if sort.removeprefix("-") not in what.orders:
             known = ", ".join(what.orders)
             raise SpecError.of("sort", sort[:100], f"must be one of {known}, reversed by a leading -")

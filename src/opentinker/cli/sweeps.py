@@ -78,7 +78,8 @@ def sweep(
 def sweeps(
     limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="Show this many, the newest.")] = SHOWN,
     states: Annotated[
-        list[str] | None, typer.Option("--state", help=f"Only sweeps in this state: {', '.join(SWEEP_EXIT)}. Repeatable.")
+        list[str] | None,
+        typer.Option("--state", help=f"Only sweeps in this state: {', '.join(SWEEP_EXIT)}. Repeatable."),
     ] = None,
     kinds: Annotated[list[str] | None, typer.Option("--kind", help="Only sweeps of jobs of this kind.")] = None,
     name: Annotated[str | None, typer.Option("--name", help="Only sweeps with this text in their name.")] = None,
@@ -88,7 +89,9 @@ def sweeps(
         str | None,
         typer.Option("--environment", help="Only sweeps in this environment.", autocompletion=complete.environments),
     ] = None,
-    model: Annotated[str | None, typer.Option("--model", help="Only sweeps of this model, as the spec names it.")] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="Only sweeps of this model, as the spec names it.")
+    ] = None,
     owner: Annotated[str | None, typer.Option("--owner", help="Only sweeps of this API key (its id) or user.")] = None,
     search: Annotated[
         str | None, typer.Option("--search", help="Only sweeps with these words in their name, model or notes.")

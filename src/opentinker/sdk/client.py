@@ -21,7 +21,6 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any
 
 from opentinker.sdk.artifacts import ArtifactCalls, path_of, query_of
 from opentinker.sdk.environments import EnvironmentCalls

@@ -27,9 +27,24 @@ def trial(number: int, values: list[float | None], *, seeds: bool = True, **fiel
 
 def sweep(*trials: dict[str, Any], best: int | None = None, **fields: Any) -> Any:
     times = {"created": 0.0, "finished": 9.0}
-    told = {"id": "s-1", "name": "x", "state": "succeeded", "reason": "", "method": "grid", "goal": "maximize"}
+    told: dict[str, Any] = {
+        "id": "s-1",
+        "name": "x",
+        "state": "succeeded",
+        "reason": "",
+        "method": "grid",
+        "goal": "maximize",
+    }
     told |= {"project": "", "tags": [], "notes": ""}
-    made: dict[str, Any] = {**times, **told, "metric": "exact", "jobs": 2, "worker_s": 1.0, "planned": len(trials), "trials": {}}
+    made: dict[str, Any] = {
+        **times,
+        **told,
+        "metric": "exact",
+        "jobs": 2,
+        "worker_s": 1.0,
+        "planned": len(trials),
+        "trials": {},
+    }
     shown = None if best is None else {"number": best, "value": 1.0, "settings": {LR: best}}
     return {
         **made,

@@ -48,7 +48,12 @@ async def test_sweeps_are_listed_by_their_labels_as_jobs_are(http: Http, ctx: Co
 
 @pytest.mark.parametrize(
     ("query", "field"),
-    [("sort=step", "sort"), ("state=queued", "state"), ("kind=tinker", "kind"), ("before=s-0000000000&tag=x", "before")],
+    [
+        ("sort=step", "sort"),
+        ("state=queued", "state"),
+        ("kind=tinker", "kind"),
+        ("before=s-0000000000&tag=x", "before"),
+    ],
 )
 async def test_what_no_sweep_has_is_refused(http: Http, query: str, field: str) -> None:
     status, body = await http("GET", f"/v1/sweeps?{query}")
