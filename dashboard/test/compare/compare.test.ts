@@ -1,6 +1,6 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { csv, curve, curvesTable, differences, ending, grouped, groupsOf, isFalling, labelsOf, metricNames, scatter, tagGroupings, type Run } from "../../src/lib/compare/compare.ts";
+import { csv, curve, curvesTable, differences, ending, grouped, groupsOf, labelsOf, metricNames, scatter, tagGroupings, type Run } from "../../src/lib/compare/compare.ts";
 
 function run(id: string, lr: number, values: number[], tags: string[] = []): Run {
   const points = values.map((value, step) => ({ source: "trainer", incarnation: "i", seq: step, time: step, step: step + 1, values: { reward: value } }));
@@ -18,8 +18,8 @@ test("a metric's end is its best, its last and its mean over the steps", () => {
   assert.deepEqual([line.x, line.y], [[1, 2, 3], [0, 1, 0.5]]);
   assert.deepEqual(ending(line), { best: 1, last: 0.5, area: 0.625 });
   assert.equal(ending(curve(run("a", 0.1, []), "reward")), null);
-  assert.equal(ending(line, true)!.best, 0);
-  assert.deepEqual(["loss", "val/loss", "loss/kl", "swap/pause_s", "reward/mean", "exact"].map(isFalling), [true, true, true, true, false, false]);
+  assert.equal(ending(line, "falls")!.best, 0);
+  assert.equal(ending(line, "rises")!.best, 1);
   const long = curve(run("a", 0.1, Array.from({ length: 300_000 }, (_, at) => at)), "reward");
   assert.equal(ending(long)!.best, 299_999);
 });

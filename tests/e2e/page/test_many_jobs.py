@@ -52,6 +52,9 @@ async def test_compared_runs_are_lines_across_their_settings(opened: Open, http:
     strengths = [float(await lines.nth(place).get_attribute("opacity") or 0) for place in range(2)]
     assert strengths[0] < strengths[1] == 1.0
     await expect(tab.page.locator(".parallel")).to_contain_text("rollout.max_tokens")
+    won = tab.page.locator("table.compared tbody tr").filter(has=tab.page.get_by_title("best"))
+    await expect(won).to_have_count(1)
+    await expect(won.get_by_title("best").first).to_have_text("0.9 ★")
     scatter = tab.page.locator(".scatter", has_text="by rollout.max_tokens")
     for tick in ("4", "6", "8", "0.4", "0.8"):
         await expect(scatter.locator("text").filter(has_text=re.compile(f"^{tick}$"))).to_have_count(1)
@@ -61,6 +64,16 @@ async def test_compared_runs_are_lines_across_their_settings(opened: Open, http:
     assert (await saved(tab, "Curves as CSV")).decode().splitlines() == [
         "id,name,step,reward/mean,exact", f"{jobs[0]},test,1,0.2,0.1", f"{jobs[1]},test,1,0.9,0.45",
     ]  # fmt: skip
+
+
+async def test_nobody_wins_in_a_metric_without_a_direction(opened: Open, http: Http, bus: Bus) -> None:
+    jobs = [await http.job(), await http.job()]
+    for job, value in zip(jobs, (0.2, 0.9), strict=True):
+        await Trainer(bus, job).says(1, {"entropy": value, "loss": value})
+    tab = await opened(http.url, "compare", ",".join(jobs))
+    table = tab.page.locator("table.compared")
+    await expect(table.locator("th", has_text="entropy highest")).to_have_count(1)
+    await expect(table.get_by_title("best")).to_have_text(["0.2 ★"] * 3)  # of the loss: best, last and area
 
 
 async def test_a_run_looks_the_same_in_every_chart_and_too_many_are_said(

@@ -1,6 +1,6 @@
 // The checkpoints of all jobs: their lineage as links, and several compared by their evaluations.
 
-import { isFalling } from "../compare/compare.ts";
+import { directionOf, winners } from "../compare/direction.ts";
 import { resultRows } from "./results.ts";
 import type { RegisteredCheckpoint } from "../types.ts";
 
@@ -25,7 +25,7 @@ export function metricRows(checkpoints: RegisteredCheckpoint[], environment: str
   const names = resultRows(Object.fromEntries(Object.entries(all).map(([name, cell]) => [name, cell.value]))).map((row) => row.name);
   return names.map((name) => {
     const cells = columns.map((values) => values.get(name) ?? null);
-    return { name, cells, best: bestOf(name, cells) };
+    return { name, cells, best: winners(cells.map((cell) => cell?.value ?? null), directionOf(name)) };
   });
 }
 
@@ -36,17 +36,6 @@ function newest(one: RegisteredCheckpoint, environment: string | null): Map<stri
     for (const { name, value, interval } of resultRows(evaluation.values)) if (!found.has(name)) found.set(name, { value, interval });
   }
   return found;
-}
-
-/** Counts and lengths are neither good nor bad. */
-const NEUTRAL = /(^|\/)(episodes|tokens|seconds|turns|draws|std)(\/|$)|^response_length|^ending\//;
-
-function bestOf(name: string, cells: (Cell | null)[]): number[] {
-  const values = cells.flatMap((cell) => (cell ? [cell.value] : []));
-  if (NEUTRAL.test(name) || new Set(values).size < 2) return [];
-  const lowest = isFalling(name) || /(^|\/)(failed|missing|losses|error)(\/|$)/.test(name);
-  const best = lowest ? Math.min(...values) : Math.max(...values);
-  return cells.flatMap((cell, place) => (cell?.value === best ? [place] : []));
 }
 
 /** Environments of these checkpoints' evaluations, by name; empty for rows of [data]. */

@@ -3,6 +3,7 @@
 import { aligned, type Line } from "../curves/series.ts";
 import { lookOf } from "../looks.ts";
 import type { Json, Point } from "../types.ts";
+import type { Direction } from "./direction.ts";
 
 /** What people call a job says nothing about what it does. */
 const LABELS = new Set(["name", "project", "tags", "notes", "notify"]);
@@ -78,27 +79,20 @@ function read(run: Run, name: string): Line {
   return line;
 }
 
-/** Last parts of the names of metrics that are better the lower they are. */
-const FALLING = new Set(["loss", "kl", "mismatch", "perplexity", "untrainable"]);
-
-export function isFalling(metric: string): boolean {
-  const name = metric.slice(metric.lastIndexOf("/") + 1);
-  return FALLING.has(name) || name.endsWith("_s") || name.endsWith("_seconds");
-}
-
 export interface Ending {
-  /** The highest value, or the lowest of a metric that falls. */
+  /** The lowest value of a metric that falls, the highest of all others. */
   best: number;
   last: number;
   /** Mean over the steps, by the trapezoidal rule. */
   area: number;
 }
 
-export function ending(line: Line, falls = false): Ending | null {
+export function ending(line: Line, direction: Direction = null): Ending | null {
   const { x, y } = line;
   if (!y.length) return null;
   let area = 0;
   let best = y[0]!;
+  const falls = direction === "falls";
   for (const value of y) if (falls ? value < best : value > best) best = value;
   for (let i = 1; i < x.length; i += 1) area += ((x[i]! - x[i - 1]!) * (y[i]! + y[i - 1]!)) / 2;
   const width = x[x.length - 1]! - x[0]!;

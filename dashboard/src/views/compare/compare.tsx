@@ -6,8 +6,9 @@ import { Chart, type Look } from "../../chart.tsx";
 import { go } from "../../hooks.ts";
 import { ask, job as pathOf, Problem } from "../../lib/api.ts";
 import {
-  csv, curve, curvesTable, differences, ending, grouped, groupsOf, isFalling, labelsOf, metricNames, tagGroupings, type Run,
+  csv, curve, curvesTable, differences, ending, grouped, groupsOf, labelsOf, metricNames, tagGroupings, type Run,
 } from "../../lib/compare/compare.ts"; // prettier-ignore
+import { directionOf, winners } from "../../lib/compare/direction.ts";
 import { lookOf } from "../../lib/looks.ts";
 import { FINAL, type JobDetail, type Point } from "../../lib/types.ts";
 import { save, short } from "../../lib/words.ts";
@@ -103,7 +104,7 @@ export function Compare({ ids: all, view }: { ids: string[]; view: string }): JS
         })}
       </div>
       <RunTable runs={runs} differing={differing} metrics={shown} remove={(id) => go("compare", all.filter((one) => one !== id).join(), `${query}`)} />
-      {metric && <Parallel runs={runs} metric={metric} falls={isFalling(metric)} />}
+      {metric && <Parallel runs={runs} metric={metric} falls={directionOf(metric) === "falls"} />}
       <div class="charts">
         {metric && differing.map(({ path }) => <Scatter key={path} path={path} metric={metric} runs={runs} looks={looks} />)}
       </div>
@@ -114,12 +115,16 @@ export function Compare({ ids: all, view }: { ids: string[]; view: string }): JS
 
 type Differing = ReturnType<typeof differences>;
 
+/** Columns of a metric: its best value, its last one and its area. */
+const ENDS = 3;
+
 /** Column names, then a row for each run. */
 function tableOf(runs: Run[], differing: Differing, metrics: string[]): string[][] {
-  const heads = ["id", "name", ...differing.map(({ path }) => path), ...metrics.flatMap((name) => [`${name} best`, `${name} last`, `${name} area`])];
+  const ends = metrics.flatMap((name) => [`${name} ${directionOf(name) ? "best" : "highest"}`, `${name} last`, `${name} area`]);
+  const heads = ["id", "name", ...differing.map(({ path }) => path), ...ends];
   const rows = runs.map((run, i) => {
     const ends = metrics.flatMap((name) => {
-      const end = ending(curve(run, name), isFalling(name));
+      const end = ending(curve(run, name), directionOf(name));
       return end ? [end.best, end.last, end.area].map(String) : ["", "", ""];
     });
     return [run.id, run.name, ...differing.map(({ values }) => values[i]!), ...ends];
@@ -130,10 +135,12 @@ function tableOf(runs: Run[], differing: Differing, metrics: string[]): string[]
 function RunTable({ runs, differing, metrics, remove }: { runs: Run[]; differing: Differing; metrics: string[]; remove: (id: string) => void }): JSX.Element {
   const [heads, ...rows] = tableOf(runs, differing, metrics);
   const texts = 2 + differing.length;
-  const shown = (cell: string, at: number): ComponentChildren => (at < texts ? <code>{cell}</code> : cell && short(Number(cell)));
+  const best = heads!.map((_, at) => (at < texts ? [] : winners(rows.map((row) => (row[at] ? Number(row[at]) : null)), directionOf(metrics[Math.floor((at - texts) / ENDS)]!))));
+  const number = (cell: string, wins: boolean): ComponentChildren => (wins ? <b title="best">{short(Number(cell))} ★</b> : cell && short(Number(cell)));
+  const shown = (row: string[], at: number): ComponentChildren => (at < texts ? <code>{row[at]}</code> : number(row[at]!, best[at]!.includes(rows.indexOf(row))));
   const columns: Column<string[]>[] = [
     [heads![1]!, (row) => <a href={`#/jobs/${row[0]}`}>{row[1]}</a>],
-    ...heads!.slice(2).map((head, at): Column<string[]> => [head, (row) => shown(row[at + 2]!, at + 2)]),
+    ...heads!.slice(2).map((head, at): Column<string[]> => [head, (row) => shown(row, at + 2)]),
     [
       "",
       (row) => (
