@@ -1,30 +1,22 @@
-"""What the objects of a job and of a sweep share: their state, waiting for the end, and how they show themselves."""
+"""What the objects of a job and of a sweep of `Client` share: their state, and waiting for the end."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING, ClassVar, Generic, Self, TypeVar
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Self
 
-from opentinker.client.displays import Progress, Silent, display_of
+from opentinker.sdk.displays import Silent, display_of
 from opentinker.sdk.http import ApiError
-from opentinker.shared.api_types import Job, Sweep
+from opentinker.sdk.shown import FINAL, Record, Shown
 
 if TYPE_CHECKING:
     from opentinker.client.sync import Client
 
-Record = TypeVar("Record", Job, Sweep)
-FINAL = ("succeeded", "failed", "cancelled")
 
-
-class Handle(ABC, Generic[Record]):
+class Handle(Shown[Record]):
     """Methods raise ApiError as the client's calls do."""
-
-    NOUN: ClassVar[str]
-    FIELDS: ClassVar[Collection[str]]
-    """Of the record, shown by rich."""
 
     def __init__(self, client: Client, id: str) -> None:
         self.client, self.id = client, id
@@ -85,29 +77,8 @@ class Handle(ABC, Generic[Record]):
                 self.cancel()
             raise
 
-    def __repr__(self) -> str:
-        known = f" {self._last['name']!r} {self._told(self._last)}" if self._last is not None else ""
-        return f"<{self.NOUN} {self.id}{known}>"
-
-    def __rich_repr__(self) -> Iterator[tuple[str, object]]:
-        yield "id", self.id
-        if self._last is not None:
-            yield from ((field, value) for field, value in self._last.items() if field in self.FIELDS)
-
     def _repr_html_(self) -> str:
         """Return it as HTML for a notebook."""
         with contextlib.suppress(ApiError):  # as it was known last
             self.refresh()
         return self._card()
-
-    @abstractmethod
-    def _progress_of(self, record: Record) -> Progress:
-        """Return how far it is."""
-
-    @abstractmethod
-    def _told(self, record: Record) -> str:
-        """Return its state in a few words."""
-
-    @abstractmethod
-    def _card(self) -> str:
-        """Return it as HTML, as it was known last. Every text is escaped; there are no scripts or styles in it."""

@@ -21,12 +21,14 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 from opentinker.sdk.artifacts import ArtifactCalls, path_of, query_of
 from opentinker.sdk.environments import EnvironmentCalls
+from opentinker.sdk.handles import AsyncJobHandle, AsyncSweepHandle
 from opentinker.sdk.http import ApiConflict, ApiError, ApiNotFound, Http, resource
 from opentinker.sdk.inference import InferenceCalls
-from opentinker.sdk.inputs import Spec, prepared, refers_to_checkpoints, started
+from opentinker.sdk.inputs import Spec, plain, prepared, refers_to_checkpoints, started
 from opentinker.sdk.job_text import state_of
 from opentinker.sdk.keys import KeyCalls
 from opentinker.sdk.labels import label_changes, list_query
@@ -117,6 +119,48 @@ class AsyncClient(EnvironmentCalls, ArtifactCalls, KeyCalls, InferenceCalls, Obs
         headers = {"Idempotency-Key": idempotency_key or uuid.uuid4().hex}
         limit_s = max(self._http.timeout_s, SUBMIT_S) if refers_to_checkpoints(data) else self._http.timeout_s
         return await self._http.json(JobSummary, "POST", "/v1/jobs", noun=data, headers=headers, timeout_s=limit_s)
+
+    async def start(
+        self,
+        spec: Spec,
+        *,
+        beside: str | Path | None = None,
+        from_checkpoint: str | None = None,
+        with_optimizer: bool = False,
+        idempotency_key: str | None = None,
+    ) -> AsyncJobHandle:
+        """Submit a job, with the parameters of `submit`, and return it as an object. Raises ApiError if the spec is a
+        sweep."""
+        if is_sweep(plain(spec)):
+            raise ApiError("this spec is a sweep: client.start_sweep(spec) submits it")
+        made = await self.submit(
+            spec,
+            beside=beside,
+            from_checkpoint=from_checkpoint,
+            with_optimizer=with_optimizer,
+            idempotency_key=idempotency_key,
+        )
+        return await self.handle(made["id"])
+
+    async def handle(self, id: str) -> AsyncJobHandle:
+        """Return a job as an object. Raises ApiNotFound."""
+        return AsyncJobHandle(self, await self.job(id))
+
+    async def start_sweep(
+        self,
+        spec: Spec,
+        table: Mapping[str, Any] | None = None,
+        *,
+        beside: str | Path | None = None,
+        idempotency_key: str | None = None,
+    ) -> AsyncSweepHandle:
+        """Submit a sweep, with the parameters of `sweep`, and return it as an object."""
+        made = await self.sweep(spec, table, beside=beside, idempotency_key=idempotency_key)
+        return await self.sweep_handle(made["id"])
+
+    async def sweep_handle(self, id: str) -> AsyncSweepHandle:
+        """Return a sweep as an object. Raises ApiNotFound."""
+        return AsyncSweepHandle(self, await self.sweep_state(id))
 
     async def jobs(
         self,

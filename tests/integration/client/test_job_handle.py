@@ -15,8 +15,10 @@ from rich.console import Console
 from rich.pretty import pretty_repr
 
 from opentinker import AsyncClient, Client
-from opentinker.client import ApiNotFound, displays
-from opentinker.client.job_handle import JobHandle, card, progress_of
+from opentinker.client import ApiNotFound
+from opentinker.client.job_handle import JobHandle
+from opentinker.sdk import displays
+from opentinker.sdk.cards import job_card, job_progress
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.subjects import METRIC
 from opentinker.shared.runtime.service import Context
@@ -134,12 +136,12 @@ def test_a_card_escapes_what_others_wrote_and_needs_no_server() -> None:
         "kind": "sft",
         "curve": [0.0, 1.0, 0.5],
     }
-    shown = card("j", job)
+    shown = job_card("j", job)
     assert "<script" not in shown and "<img" not in shown and "&lt;img&gt;" in shown
     assert "<td>loss</td>" in shown and "polyline" in shown
     job["curve"] = []
-    assert "polyline" not in card("j", job)
-    assert "does not answer" in card("j", None)
+    assert "polyline" not in job_card("j", job)
+    assert "does not answer" in job_card("j", None)
 
 
 def test_a_notebook_and_a_terminal_show_progress_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,9 +165,9 @@ def test_a_notebook_and_a_terminal_show_progress_in_place(monkeypatch: pytest.Mo
     handle: Any = object()
     with (drawn := displays.display_of(handle)):
         for step in (3, 3, 4):
-            drawn.update(progress_of(job | {"step": step}))
+            drawn.update(job_progress(job | {"step": step}))
     assert shown == [handle, handle], "drawn again only when something changed"
     bar = displays.Bar()
     with bar:
-        bar.update(progress_of(job))
+        bar.update(job_progress(job))
     assert bar._bar.tasks[0].completed == 3 and bar._bar.tasks[0].total == 5

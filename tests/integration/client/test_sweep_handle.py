@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.pretty import pretty_repr
 
 from opentinker import Client
-from opentinker.client import ApiError, ApiNotFound
-from opentinker.client.sweep_handle import SweepHandle, card, progress_of
+from opentinker.client import ApiError, ApiNotFound, AsyncClient
+from opentinker.client.sweep_handle import SweepHandle
+from opentinker.sdk.cards import sweep_card, sweep_progress
 from opentinker.services.scheduler import service
 from opentinker.services.scheduler.sweeps import controller
 from opentinker.services.scheduler.sweeps.controller import SweepController
@@ -80,6 +81,47 @@ async def test_a_sweep_is_cancelled_with_its_jobs(url: str) -> None:
     await asyncio.to_thread(work)
 
 
+async def test_the_async_client_has_the_same_objects(url: str, http: Http, ctx: Context) -> None:
+    async with AsyncClient(url, api_key=OPERATOR) as own:
+        sweep = await own.start_sweep({**SPEC, "name": "<b>mine</b>"}, {"parameters": {SKILL: [0.1, 0.7, 0.3]}})
+        assert sweep.state == "running" and not sweep.is_over and await sweep.best() is None
+        with pytest.raises(ApiError, match="no trial"):
+            await sweep.best_job()
+        with pytest.raises(TimeoutError, match="still running"):
+            await sweep.wait(timeout_s=0.1, poll_s=0.05)
+        waiting = asyncio.create_task(sweep.wait(progress=False, poll_s=0.05))
+        await play_all(ctx, http, sweep.id, lambda spec: [skill(spec)])
+        assert await waiting is sweep and sweep.is_over and sweep.state == "succeeded"
+        best = await sweep.best()
+        assert best is not None and (best["number"], best["settings"]) == (1, {SKILL: 0.7})
+        rows = await sweep.trials(frame="rows")
+        assert [(row["trial"], row["state"], row[SKILL]) for row in rows] == [
+            (0, "finished", 0.1), (1, "finished", 0.7), (2, "finished", 0.3)
+        ]  # fmt: skip
+        assert [job.id for job in await sweep.jobs()] == [row["jobs"] for row in rows]
+        job = await sweep.best_job()
+        assert (job.id, job.state) == (rows[1]["jobs"], "succeeded")
+        assert [row["reward/mean"] for row in await job.metrics(frame="rows")] == [0.7]
+        assert repr(sweep).startswith(f"<sweep {sweep.id} '<b>mine</b>' succeeded, 3 of 3 trials, best reward/mean")
+        assert "&lt;b&gt;mine" in sweep._repr_html_() and "state='succeeded'" in pretty_repr(sweep)
+        with pytest.raises(ApiNotFound):
+            await own.sweep_handle("s-0000000000")
+
+
+async def test_the_async_client_starts_a_job_as_an_object(url: str) -> None:
+    async with AsyncClient(url, api_key=OPERATOR) as own:
+        with pytest.raises(ApiError, match="start_sweep"):
+            await own.start({**SPEC, "sweep": {"parameters": {SKILL: [0.1]}}})
+        job = await own.start(SPEC)
+        waiting = asyncio.create_task(job.wait(progress=False, cancel_on_interrupt=True, poll_s=0.05))
+        await asyncio.sleep(0.1)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert job.state == "cancelled" and (await own.handle(job.id)).name == SPEC["name"]
+        assert (await job.events())[0]["event"] == "queued"
+
+
 def test_ctrl_c_cancels_a_sweep_only_if_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
@@ -100,8 +142,8 @@ def test_a_card_shows_the_best_trials_and_needs_no_server() -> None:
         "id": "s-1", "name": "n", "state": "failed", "reason": "<img>", "metric": "loss", "goal": "minimize",
         "trials": {"finished": 30, "running": 2}, "planned": 40, "best": None, "all_trials": trials,
     }  # fmt: skip
-    shown = card("s-1", sweep)
+    shown = sweep_card("s-1", sweep)
     assert "<img" not in shown and "<x>" not in shown and "<y>" not in shown and "and 20 more" in shown
     assert "<td>9</td>" in shown and "<td>10</td>" not in shown, "smaller is better"
-    assert (progress_of(sweep).done, progress_of(sweep).total) == (30, 40)
-    assert "does not answer" in card("s-1", None)
+    assert (sweep_progress(sweep).done, sweep_progress(sweep).total) == (30, 40)
+    assert "does not answer" in sweep_card("s-1", None)

@@ -1,0 +1,74 @@
+"""What every object of a job or of a sweep has, whichever client it belongs to: the latest record, and how it shows
+itself."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator
+from typing import ClassVar, Generic, TypeVar
+
+from opentinker.sdk.cards import job_card, job_progress, sweep_card, sweep_progress, sweep_told
+from opentinker.sdk.displays import Progress
+from opentinker.sdk.job_text import state_of
+from opentinker.shared.api_types import Job, Sweep
+
+Record = TypeVar("Record", Job, Sweep)
+FINAL = ("succeeded", "failed", "cancelled")
+
+
+class Shown(ABC, Generic[Record]):
+    NOUN: ClassVar[str]
+    FIELDS: ClassVar[Collection[str]]
+    """Of the record, shown by rich."""
+
+    id: str
+    _last: Record | None
+
+    def __repr__(self) -> str:
+        known = f" {self._last['name']!r} {self._told(self._last)}" if self._last is not None else ""
+        return f"<{self.NOUN} {self.id}{known}>"
+
+    def __rich_repr__(self) -> Iterator[tuple[str, object]]:
+        yield "id", self.id
+        if self._last is not None:
+            yield from ((field, value) for field, value in self._last.items() if field in self.FIELDS)
+
+    @abstractmethod
+    def _progress_of(self, record: Record) -> Progress:
+        """Return how far it is."""
+
+    @abstractmethod
+    def _told(self, record: Record) -> str:
+        """Return its state in a few words."""
+
+    @abstractmethod
+    def _card(self) -> str:
+        """Return it as HTML, as it was known last. Every text is escaped; there are no scripts or styles in it."""
+
+
+class ShownJob(Shown[Job]):
+    NOUN = "job"
+    FIELDS = ("name", "state", "step", "steps")
+
+    def _progress_of(self, record: Job) -> Progress:
+        return job_progress(record)
+
+    def _told(self, record: Job) -> str:
+        return state_of(record)
+
+    def _card(self) -> str:
+        return job_card(self.id, self._last)
+
+
+class ShownSweep(Shown[Sweep]):
+    NOUN = "sweep"
+    FIELDS = ("name", "state", "trials", "planned", "best")
+
+    def _progress_of(self, record: Sweep) -> Progress:
+        return sweep_progress(record)
+
+    def _told(self, record: Sweep) -> str:
+        return sweep_told(record)
+
+    def _card(self) -> str:
+        return sweep_card(self.id, self._last)
