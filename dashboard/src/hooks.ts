@@ -3,6 +3,7 @@
 import { createContext } from "preact";
 import { useCallback, useContext, useEffect, useReducer, useState } from "preact/hooks";
 import { ask, Problem } from "./lib/api.ts";
+import { isTyping, placeOf } from "./lib/jobs/rows.ts";
 import { Follow, type Beside } from "./lib/live/follow.ts";
 import type { Me } from "./lib/types.ts";
 
@@ -45,6 +46,24 @@ export function useQuery(): [string, (query: string) => void] {
     set(next);
   }, []);
   return [query, replace];
+}
+
+/** `g` and then a letter goes to a view. */
+export function useGoKeys(): void {
+  useEffect(() => {
+    let before = "";
+    const pressed = (event: KeyboardEvent): void => {
+      if (isTyping(event.target) || event.ctrlKey || event.metaKey || event.altKey) return;
+      const place = placeOf(before, event.key);
+      before = place ? "" : event.key;
+      if (!place) return;
+      event.preventDefault();
+      event.stopImmediatePropagation(); // the view's own keys mean something else
+      go(...place);
+    };
+    window.addEventListener("keydown", pressed, true);
+    return () => window.removeEventListener("keydown", pressed, true);
+  }, []);
 }
 
 /** A part of an address that somebody typed may be no encoded text. */

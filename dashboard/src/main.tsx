@@ -2,7 +2,7 @@
 
 import { render, type JSX } from "preact";
 import { useEffect, useState } from "preact/hooks";
-import { Who, useAddress } from "./hooks.ts";
+import { Who, useAddress, useGoKeys } from "./hooks.ts";
 import { ask, keepShareKey, login, Problem, shareKey, signIn, signOut, type Login } from "./lib/api.ts";
 import type { Me } from "./lib/types.ts";
 import "./style.css";
@@ -49,6 +49,7 @@ function App(): JSX.Element {
       .then(() => enter())
       .catch((error: unknown) => enter(messageOf(error)));
   };
+  useGoKeys();
   const leave = (): void => void signOut().catch(() => null).then(() => enter());
   return (
     <>

@@ -19,11 +19,11 @@ export function counted(count: number, noun: string): string {
 }
 
 export function bytes(count: number): string {
-  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  const units = ["B", "kB", "MB", "GB", "TB"];
   let size = count;
   let unit = 0;
-  while (size >= 1024 && unit < units.length - 1) {
-    size /= 1024;
+  while (size >= 1000 && unit < units.length - 1) {
+    size /= 1000;
     unit += 1;
   }
   return `${unit === 0 ? size : size.toFixed(1)} ${units[unit]}`;
@@ -47,8 +47,11 @@ export function moment(unix: number): string {
   return new Date(unix * 1000).toLocaleString([], { hour12: false, dateStyle: "medium", timeStyle: "short" });
 }
 
+/** 47 s ago, 18 min ago, 5 h ago, 3 d ago: as the command line says it. */
 export function ago(unix: number, now = Date.now() / 1000): string {
-  return `${duration(now - unix)} ago`;
+  const seconds = Math.max(0, now - unix);
+  const [size, unit] = seconds < 90 ? [1, "s"] : seconds < 5400 ? [60, "min"] : seconds < 129600 ? [3600, "h"] : [86400, "d"];
+  return `${Math.round(seconds / Number(size))} ${unit} ago`;
 }
 
 /** A title as the name of a file, without its ending. */

@@ -17,6 +17,8 @@ const QUEUES: Record<string, string> = {
   TICKETS: "groups to be played, and groups being played",
   EXAMS: "evaluation episodes",
   SCORES: "groups waiting for reference-forward",
+  COMMANDS: "commands of Tinker clients",
+  SAMPLES: "samples that Tinker clients wait for",
   GROUPS: "groups that no checkpoint covers yet",
   METRICS: "history of metrics",
   TIMELINES: "activity history of workers",

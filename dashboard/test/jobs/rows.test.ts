@@ -32,8 +32,11 @@ test("a curve fills its box, also a flat one", () => {
 });
 
 test("columns that are kept are shown in their order", () => {
-  assert.deepEqual(columnsOf(null, ["a", "b"]), ["a", "b"]);
-  assert.deepEqual(columnsOf("b,gone", ["a", "b"]), ["b"]);
+  assert.deepEqual(columnsOf(null, ["State", "Curve", "Model", "Owner"], 1700), ["State", "Curve", "Model", "Owner"]);
+  assert.deepEqual(columnsOf(null, ["State", "Curve", "Model", "Owner"], 1280), ["State", "Curve"]);
+  assert.deepEqual(columnsOf(null, ["State", "Curve", "Model", "Owner"], 900), ["State"]);
+  assert.deepEqual(columnsOf(null, ["State", "Curve", "Model", "Owner"], 375), ["State", "Curve"]);
+  assert.deepEqual(columnsOf("b,gone", ["a", "b"], 100), ["b"]);
 });
 
 test("a job matches if it has all words, wherever they are", () => {

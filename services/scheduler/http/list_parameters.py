@@ -21,6 +21,7 @@ def parameters_of(what: Listed) -> tuple[Parameter, tuple[Parameter, ...]]:
         Parameter("state", f"Only {many} in one of these states, separated by commas: {', '.join(what.states)}."),
         Parameter("kind", f"Only {many} of one of these kinds, separated by commas: {', '.join(what.kinds)}."),
         Parameter("name", f"Only {many} with this text in their name."),
+        Parameter("notes", f"Only {many} with this text in their notes."),
         *(Parameter(name, f"Only {many} with this {name}{OF_OWNER * (name == 'owner')}.") for name in EQUAL),
         Parameter("tag", f"Only {many} with this tag; with all of several, separated by commas."),
         Parameter(

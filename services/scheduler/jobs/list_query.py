@@ -23,8 +23,12 @@ EQUAL: dict[str, Callable[[ListRow], str]] = {
 """Filters by one value, and what of a row it is compared with."""
 
 
-def _folded(name: str, row: ListRow) -> str:
-    return EQUAL[name](row).casefold()
+def _folded(name: str, row: ListRow) -> tuple[bool, str]:
+    return _empty_last(EQUAL[name](row))
+
+
+def _empty_last(text: str) -> tuple[bool, str]:
+    return not text, text.casefold()
 
 
 def _alone(name: str, row: ListRow) -> tuple[str]:
@@ -38,11 +42,13 @@ ORDERS: dict[str, Callable[[ListRow], Any]] = {
     "finished": lambda row: -row.finished,
     "step": lambda row: -row.step,
     "name": lambda row: row.name.casefold(),
+    "tag": lambda row: _empty_last(", ".join(sorted(row.tags, key=str.casefold))),
+    "notes": lambda row: _empty_last(row.notes),
     "kind": lambda row: row.kind,
     "state": lambda row: RUNNING_FIRST.index(row.state) if row.state in RUNNING_FIRST else len(RUNNING_FIRST),
     **{name: partial(_folded, name) for name in EQUAL},
 }
-"""By the name of `sort`. Times and steps: the largest first; equal ones: the newest first."""
+"""By the name of `sort`. Times and steps: the largest first; texts: empty ones last; equal ones: the newest first."""
 
 
 class Listed(NamedTuple):
@@ -69,6 +75,7 @@ SWEEPS = Listed(
 GROUPED: dict[str, Callable[[ListRow], Iterable[str]]] = {
     "state": lambda row: (row.state.value,),
     "kind": lambda row: (row.kind,),
+    "name": lambda row: (row.name,),
     "tag": lambda row: row.tags or ("",),
     **{name: partial(_alone, name) for name in EQUAL},
 }
@@ -80,6 +87,7 @@ class ListQuery(NamedTuple):
     states: frozenset[str] = frozenset()
     kinds: frozenset[str] = frozenset()
     name: str = ""
+    notes: str = ""
     equal: tuple[tuple[str, str], ...] = ()
     tags: frozenset[str] = frozenset()
     words: tuple[str, ...] = ()
@@ -88,7 +96,7 @@ class ListQuery(NamedTuple):
     @classmethod
     def of(cls, query: Mapping[str, str], what: Listed = JOBS) -> ListQuery:
         """Raises SpecError."""
-        for name in ("search", "name", "tag", *EQUAL):
+        for name in ("search", "name", "notes", "tag", *EQUAL):
             if len(query.get(name, "")) > LONGEST:
                 raise SpecError.of(name, query[name][:100], f"must be {LONGEST} characters at most")
         states, sort = _parts(query.get("state", "")), query.get("sort", "created")
@@ -102,7 +110,8 @@ class ListQuery(NamedTuple):
             raise SpecError.of("sort", sort[:100], f"must be one of {known}, reversed by a leading -")
         equal = tuple((name, query[name]) for name in EQUAL if query.get(name))
         words = tuple(query.get("search", "").lower().split())
-        return cls(states, kinds, query.get("name", "").casefold(), equal, _parts(query.get("tag", "")), words, sort)
+        name, notes = (query.get(field, "").casefold() for field in ("name", "notes"))
+        return cls(states, kinds, name, notes, equal, _parts(query.get("tag", "")), words, sort)
 
     @property
     def plain(self) -> bool:
@@ -119,6 +128,7 @@ class ListQuery(NamedTuple):
             (not self.states or row.state in self.states)
             and (not self.kinds or row.kind in self.kinds)
             and self.name in row.name.casefold()
+            and self.notes in row.notes.casefold()
             and all(EQUAL[name](row) == value for name, value in self.equal)
             and self.tags <= set(row.tags)
             and (not self.words or all(word in _text(row) for word in self.words))

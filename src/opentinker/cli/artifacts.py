@@ -265,4 +265,7 @@ def _kinds(found: Sequence[Artifact]) -> str:
 
 
 def size_of(count: int) -> str:
-    return f"{count / 1e6:.1f} MB" if count >= 100_000 else f"{count / 1e3:.1f} kB"
+    for unit, name in ((1e9, "GB"), (1e6, "MB")):
+        if count >= unit / 10:
+            return f"{count / unit:.1f} {name}"
+    return f"{count / 1e3:.1f} kB"

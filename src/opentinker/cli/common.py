@@ -101,7 +101,10 @@ def shown(path: Path) -> str:
 
 
 def assigned(setting: str) -> tuple[str, Any]:
-    """Parse `NAME=VALUE` of an option: the name, and the value as JSON or, if it is not JSON, as text."""
+    """Parse `NAME=VALUE` of an option: the name, and the value as JSON, a list or table or quoted text of TOML, or else
+    as text."""
+    import tomllib
+
     import orjson
 
     name, equals, value = setting.partition("=")
@@ -110,6 +113,10 @@ def assigned(setting: str) -> tuple[str, Any]:
     try:
         return name, orjson.loads(value)
     except orjson.JSONDecodeError:
+        pass
+    try:
+        return name, tomllib.loads(f"value = {value}")["value"] if value.startswith(("[", "{", "'", '"')) else value
+    except tomllib.TOMLDecodeError:
         return name, value
 
 

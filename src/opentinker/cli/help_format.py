@@ -28,6 +28,8 @@ OutputWithCsv = Annotated[
 ]
 USAGE_ERROR: Any = typer.BadParameter.__mro__[2]
 """ClickException, of the click that typer brings."""
+VALIDATOR = "Value error, "
+"""What typer's validation puts before its texts."""
 WHOLE = 10_000
 """Help in lists of commands is not cut."""
 HEADINGS = {
@@ -80,6 +82,7 @@ class CommandGroup(TyperGroup):
         try:
             return super().invoke(ctx)
         except USAGE_ERROR as error:
+            error.message = error.message.replace(VALIDATOR, "")
             if not asks_for_json():
                 raise
             print_error(error.format_message(), error.exit_code)

@@ -36,6 +36,7 @@ MOST_CANCELLED = 10_000
 NAMES_SHOWN = 10
 SWEEP = "s-"
 """Beginning of a sweep's id."""
+RUNNING_FIRST = "state"
 
 States = Annotated[
     list[str] | None, typer.Option("--state", help=f"Only jobs in this state: {', '.join(STATES)}. Repeatable.")
@@ -45,10 +46,11 @@ Kinds = Annotated[list[str] | None, typer.Option("--kind", help=f"Only jobs of t
 
 def jobs(
     url: Url = None,
-    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="List this many, the newest.")] = 100,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="List this many.")] = 100,
     states: States = None,
     kinds: Kinds = None,
     name: Annotated[str | None, typer.Option("--name", help="Only jobs with this text in their name.")] = None,
+    notes: Annotated[str | None, typer.Option("--notes", help="Only jobs with this text in their notes.")] = None,
     project: Annotated[str | None, typer.Option("--project", help="Only jobs of this project.")] = None,
     tags: Annotated[list[str] | None, typer.Option("--tag", help="Only jobs with this tag. Repeatable.")] = None,
     environment: Annotated[
@@ -65,24 +67,32 @@ def jobs(
     ] = None,
     sort: Annotated[
         str | None,
-        typer.Option("--sort", help="created, updated, name, state, kind, project, step ...; -step reverses."),
+        typer.Option(
+            "--sort",
+            help="state (running first), created, updated, finished, step, name, kind, environment, model, project, "
+            "owner, tag or notes; -step reverses.  [default: state]",
+        ),
     ] = None,
     group: Annotated[
         str | None,
-        typer.Option("--group", metavar="PROPERTY", help="Count jobs by project, tag, model ..."),
+        typer.Option(
+            "--group",
+            metavar="PROPERTY",
+            help="Count jobs by project, tag, name, state, kind, environment, model or owner.",
+        ),
     ] = None,
     watch: Annotated[
         bool, typer.Option("--watch", "-w", help="Refresh the list until Ctrl-C; in a pipe, print a line per change.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List jobs, newest first."""
+    """List jobs: the running first, then those that wait, then those that are over, each the newest first."""
     _check(states, kinds)
     from opentinker.cli.views.job_table import columns_of, rows_of, view_of, watch_jobs
 
     api = client(url, patience_s=PATIENCE_S if watch else 2.0)
-    filters = {"name": name, "project": project, "environment": environment, "model": model, "owner": owner}
-    filters["search"] = search
+    filters = {"name": name, "notes": notes, "project": project, "environment": environment, "model": model}
+    filters |= {"owner": owner, "search": search}
     if group is not None:
         if watch or sort:
             raise UsageError("--group counts jobs: it does not go with --watch or --sort")
@@ -92,7 +102,7 @@ def jobs(
         return
 
     def find() -> list[JobSummary]:
-        return api.jobs(limit, states=states, kinds=kinds, tags=tags, sort=sort, **filters)
+        return api.jobs(limit, states=states, kinds=kinds, tags=tags, sort=sort or RUNNING_FIRST, **filters)
 
     chosen = states or kinds or tags or any(filters.values())
     empty = "no such job" if chosen else f"no jobs yet; try: {as_typed('submit', 'JOB.toml', *same_server(url))}"

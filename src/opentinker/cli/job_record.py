@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from opentinker.shared.api_types import Category, Estimate, OpponentPool
 
 SHORT = ("name", "kind", "model", "environment", "data", "endpoint", "asleep", "priority")
-TIMES = ("created", "since", "updated", "finished", "deleted")
+TIMES = ("created", "since", "updated", "finished", "deleted", "quiet_since")
 
 
 def job(
@@ -132,4 +132,10 @@ def _fields(record: Mapping[str, Any], full: bool) -> list[list[Any]]:
     ]
     short = [name for name in (*SHORT, "created", "finished") if name in wanted and record[name] is not False]
     names = ["id", *wanted] if full else short
-    return [[name, when(record[name]) if name in TIMES else record[name]] for name in names]
+    return [[name, _said(name, record[name])] for name in names if name not in TIMES or record[name]]
+
+
+def _said(name: str, value: Any) -> Any:
+    if name in TIMES:
+        return when(value)
+    return ("no", "yes")[value] if isinstance(value, bool) else value

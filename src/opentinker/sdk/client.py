@@ -169,6 +169,7 @@ class AsyncClient(EnvironmentCalls, ArtifactCalls, KeyCalls, InferenceCalls, Obs
         states: Collection[str] | None = None,
         kinds: Collection[str] | None = None,
         name: str | None = None,
+        notes: str | None = None,
         project: str | None = None,
         tags: Collection[str] | None = None,
         environment: str | None = None,
@@ -177,17 +178,19 @@ class AsyncClient(EnvironmentCalls, ArtifactCalls, KeyCalls, InferenceCalls, Obs
         search: str | None = None,
         sort: str | None = None,
     ) -> list[JobSummary]:
-        """The first `limit` jobs, newest first or by `sort` (`state`, `-step`, ...): those in one of `states`, of one
-        of `kinds`, with `name` in theirs, in `project`, with all `tags`, with this environment, model and owner (the id
-        of a key), and with all words of `search`. Filters look at the newest 10,000 jobs."""
+        """The first `limit` jobs, newest first or by `sort` (`state`: the running first, `-step`, ...): those in one of
+        `states`, of one of `kinds`, with `name` in their name and `notes` in their notes, in `project`, with all
+        `tags`, with this environment, model and owner (the id of a key), and with all words of `search`. Filters look
+        at the newest 10,000 jobs."""
         lists = {"state": states, "kind": kinds, "tag": tags}
-        texts = {"name": name, "project": project, "environment": environment, "model": model, "owner": owner}
+        texts = {"name": name, "notes": notes, "project": project}
+        texts |= {"environment": environment, "model": model, "owner": owner}
         query = list_query(lists, {**texts, "search": search, "sort": sort})
         return await self._http.newest("/v1/jobs", "jobs", limit, query)
 
     async def job_groups(self, by: str = "project", filters: Mapping[str, str] | None = None) -> list[JobGroup]:
-        """Count the jobs of each project, tag, state, kind, environment, model or owner, by state. `filters`: those of
-        GET /v1/jobs."""
+        """Count the jobs of each project, tag, name, state, kind, environment, model or owner, by state. `filters`:
+        those of GET /v1/jobs."""
         return (await self._http.json(JobGroups, "GET", "/v1/jobs/groups", {"by": by, **(filters or {})}))["groups"]
 
     async def label(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import pytest
 from playwright.async_api import expect
 
 from opentinker.client import AsyncClient
@@ -181,6 +182,45 @@ async def test_jobs_are_picked_by_mouse_and_keys_and_done_with_together(opened: 
     await expect(rows.filter(has_text="cancelled")).to_have_count(2)
     await expect(bulk).to_contain_text("1 of 3 refused and still selected: it is busy")
     await expect(bulk).to_contain_text("1 job selected")
+
+
+async def test_every_action_on_the_list_has_a_key(opened: Open, http: Http) -> None:
+    jobs = {await http.job({**SPEC, "name": name}) for name in ("first", "second")}
+    tab = await opened(http.url)
+    rows, keyboard = tab.page.locator(".jobs tbody tr"), tab.page.keyboard
+    await expect(rows).to_have_count(2)
+    await keyboard.press("a")
+    for key in ("t", *"mine", "Enter"):
+        await keyboard.press(key)
+    await expect(rows.filter(has_text="mine")).to_have_count(2)
+    await keyboard.press("Escape")
+    for key in ("j", "x", "s"):
+        await keyboard.press(key)
+    await expect(rows.filter(has_text="cancelled")).to_have_count(1)
+    await tab.page.route("**/artifacts", lambda route: route.fulfill(json={"bytes": 0}))
+    await keyboard.press("a")
+    await keyboard.press("d")
+    await expect(tab.page.get_by_role("toolbar", name="Selected jobs")).to_have_count(0)
+    over = {id for id in jobs if (await http("GET", f"/v1/jobs/{id}"))[1]["state"] == "cancelled"}
+    asked = [url for url in tab.asked if url.endswith("/artifacts")]
+    assert asked == [f"{http.url}/v1/jobs/{id}/artifacts" for id in over]
+    for key, heading in (("e", "Environments"), ("m", "Models"), ("c", "Cluster"), ("w", "Sweeps"), ("j", "Jobs")):
+        await keyboard.press("g")
+        await keyboard.press(key)
+        await expect(tab.page.locator("h1")).to_have_text(heading)
+
+
+@pytest.mark.parametrize("width", [375, 800, 1100, 1280, 1400, 1920])
+async def test_the_list_is_no_wider_than_the_window(opened: Open, http: Http, bus: Bus, width: int) -> None:
+    name = "A name for people, of some sixty letters: learning rate 0.0001"
+    job = await http.job({**SPEC, "name": name, "tags": ["a tag of some letters", "seed-1"], "project": "maths"})
+    for step in (1, 2):
+        await Trainer(bus, job).says(step, reward(0.123456))
+    tab = await opened(http.url, viewport={"width": width, "height": 700})
+    await expect(tab.page.locator(".jobs tbody tr")).to_have_count(1)
+    assert await tab.page.evaluate("document.documentElement.scrollWidth") <= width
+    link = await tab.page.get_by_role("link", name=name).bounding_box()
+    assert link is not None and link["width"] >= 150
 
 
 async def test_of_many_jobs_those_in_sight_are_drawn(opened: Open, http: Http, store: Store) -> None:

@@ -55,7 +55,11 @@ async def listed(http: Http, query: str) -> str:
         ("sort=-name&state=queued", "Dba"),
         ("sort=-created", "abcD"),
         ("sort=state", "Dbac"),
-        ("sort=project", "cDba"),
+        ("sort=project", "Dbac"),
+        ("sort=tag", "bcaD"),
+        ("sort=notes", "aDcb"),
+        ("notes=FIRST", "a"),
+        ("notes=nothing", ""),
     ],
 )
 async def test_jobs_are_filtered_and_sorted_page_by_page(
@@ -75,6 +79,7 @@ async def test_a_search_finds_ids_and_a_filter_the_oldest_job(http: Http, jobs: 
         ("kind=rl,dead", "kind"),
         ("sort=colour", "sort"),
         (f"search={'x' * 201}", "search"),
+        (f"notes={'x' * 201}", "notes"),
         (f"project={'x' * 201}", "project"),
         ("sort=name&before=j-0000000000", "before"),
     ],
@@ -93,6 +98,8 @@ async def test_jobs_are_counted_by_a_property(http: Http, jobs: dict[str, str]) 
     ]
     _, body = await http("GET", "/v1/jobs/groups?by=tag&state=queued")
     assert [(group["name"], group["jobs"]) for group in body["groups"]] == [("baseline", 2), ("", 1), ("Seed 1", 1)]
+    _, body = await http("GET", "/v1/jobs/groups?by=name&tag=baseline")
+    assert [(group["name"], group["jobs"]) for group in body["groups"]] == [("a", 1), ("b", 1), ("c", 1)]
     assert (await http("GET", "/v1/jobs/groups?by=colour"))[0] == 422
 
 

@@ -15,6 +15,7 @@ import typer
 
 from opentinker import __version__
 from opentinker.cli import app
+from opentinker.cli.common import assigned
 from opentinker.cli.help_format import HEADINGS, name_values
 from opentinker.cli.jobs import STATE_EXIT
 from opentinker.cli.machine.status import NOTHING_RUNS
@@ -157,3 +158,20 @@ def test_mistakes_of_a_spec_come_one_by_one_with_json(tmp_path_factory: pytest.T
     done = typed("submit", path, "--json")
     assert done.returncode == 2
     assert "modle" in [mistake["field"] for mistake in orjson.loads(done.stdout)["mistakes"]]
+
+
+@pytest.mark.parametrize(
+    ("typed_value", "value"),
+    [
+        ("1e-4", 1e-4),
+        ("[1, 2]", [1, 2]),
+        ("['seed-1', 'rank=8']", ["seed-1", "rank=8"]),
+        ("{ rank = 8 }", {"rank": 8}),
+        ("'text'", "text"),
+        ("a name of words", "a name of words"),
+        ("[left open", "[left open"),
+        ("2026-11-29", "2026-11-29"),
+    ],
+)
+def test_values_of_settings_are_json_toml_or_text(typed_value: str, value: object) -> None:
+    assert assigned(f"tags={typed_value}") == ("tags", value)

@@ -29,7 +29,7 @@ export function picked(chosen: ReadonlySet<string>, ids: string[], id: string, l
 }
 
 /** What a key means in a list of jobs; undefined: nothing. */
-export type Deed = "down" | "up" | "open" | "pick" | "all" | "clear" | "search" | "compare" | "help";
+export type Deed = "down" | "up" | "open" | "pick" | "all" | "clear" | "search" | "compare" | "tag" | "cancel" | "delete" | "help";
 const KEYS: Record<string, Deed> = {
   j: "down",
   ArrowDown: "down",
@@ -41,11 +41,34 @@ const KEYS: Record<string, Deed> = {
   Escape: "clear",
   "/": "search",
   c: "compare",
+  t: "tag",
+  s: "cancel",
+  d: "delete",
   "?": "help",
 };
 
 export function deedOf(key: string, typing: boolean, modified: boolean): Deed | undefined {
   return typing || modified ? undefined : KEYS[key];
+}
+
+/** Where `g` and then a key goes, from every view. */
+const PLACES: Record<string, string[]> = {
+  j: [],
+  w: ["sweeps"],
+  m: ["checkpoints"],
+  e: ["environments"],
+  c: ["cluster"],
+  s: ["submit"],
+};
+
+/** The view that a key means after `before`; undefined: none. */
+export function placeOf(before: string, key: string): string[] | undefined {
+  return before === "g" ? PLACES[key] : undefined;
+}
+
+/** Whether keys are text for what has the focus. */
+export function isTyping(target: EventTarget | null): boolean {
+  return target instanceof HTMLElement && target.closest('input:not([type="checkbox"]), select, textarea, [contenteditable="true"]') !== null;
 }
 
 /** Whether a job has all of these words, as the server searches; of notes and keys' names only the server knows. */
@@ -62,9 +85,15 @@ export function sparkline(values: number[], width: number, height: number): stri
   return values.map((value, at) => `${(at * step).toFixed(1)},${(height - ((value - low) / span) * height).toFixed(1)}`).join(" ");
 }
 
-/** A choice of columns, as it is kept: unknown names are dropped, and what is not kept yet is shown. */
-export function columnsOf(kept: string | null, all: readonly string[]): string[] {
-  if (kept === null) return [...all];
+/** Left out first where a window is narrower than so many pixels, until people choose columns themselves. */
+const NEEDS_PX: Record<string, number> = { Owner: 1600, Model: 1500, Environment: 1350, Curve: 1200, Project: 1200, Last: 1000 };
+/** Up to this width rows are cards, where these need no width. */
+const PHONE_PX = 720;
+const ON_PHONES = ["Last", "Curve"];
+
+/** A choice of columns, as it is kept: unknown names are dropped; before there is one, those for which there is room. */
+export function columnsOf(kept: string | null, all: readonly string[], widthPx: number): string[] {
+  if (kept === null) return all.filter((name) => widthPx >= (NEEDS_PX[name] ?? 0) || (widthPx <= PHONE_PX && ON_PHONES.includes(name)));
   const names = kept.split(",");
   return all.filter((name) => names.includes(name));
 }

@@ -1,6 +1,6 @@
 // What the lists of jobs and of sweeps show: filters, order and grouping, as the address has them.
 
-export const PROPERTIES = ["project", "tag", "kind", "environment", "model", "owner", "state"] as const;
+export const PROPERTIES = ["project", "tag", "name", "kind", "environment", "model", "owner", "state"] as const;
 export type Property = (typeof PROPERTIES)[number];
 /** A property by which jobs are filtered and grouped, and its value. */
 export type Label = [Property, string];
@@ -24,6 +24,8 @@ export const SORTS: [string, string][] = [
   ["name", "by name"],
   ["kind", "by kind"],
   ["project", "by project"],
+  ["tag", "by tags"],
+  ["notes", "by notes"],
   ["environment", "by environment"],
   ["model", "by model"],
   ["owner", "by owner"],

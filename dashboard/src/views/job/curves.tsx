@@ -12,12 +12,14 @@ import { ALL, linesOf, namesOf, partsOf } from "../../lib/curves/policies.ts";
 import { rewinds, REWOUND, type Mark } from "../../lib/curves/rewinds.ts";
 import { began, type Axis, type Line } from "../../lib/curves/series.ts";
 import { FINAL, type Event, type Job, type JobDetail } from "../../lib/types.ts";
-import { Choice, Empty, Select } from "../../parts.tsx";
+import { Choice, Empty } from "../../parts.tsx";
 import { PayoffMatrix } from "./payoffs.tsx";
 import { PoolMembers } from "./pools.tsx";
 
 const SMOOTH = [0, 0.6, 0.9, 0.97];
 const MOST_COMPARED = 4;
+/** Jobs from which to choose. */
+const OFFERED = 200;
 const POLL_S = 15;
 
 export function Curves({ job, follow }: { job: JobDetail; follow: Follow }): JSX.Element {
@@ -116,12 +118,19 @@ function useRewinds(job: Job, follow: Follow, axis: Axis): Mark[] {
 }
 
 function Compare({ job, compared, set }: { job: Job; compared: Job[]; set: (jobs: Job[]) => void }): JSX.Element {
-  const { value } = useAsked<{ jobs: Job[] }>("/v1/jobs?limit=200", 10);
+  const [text, setText] = useState("");
+  const { value } = useAsked<{ jobs: Job[] }>(`/v1/jobs?limit=${OFFERED}&search=${encodeURIComponent(text.trim())}`, 10);
   useEffect(() => {
     const newest = compared.map((one) => value?.jobs.find((two) => two.id === one.id) ?? one);
     if (newest.some((one, i) => one.state !== compared[i]!.state)) set(newest);
   }, [value, compared]);
   const rest = (value?.jobs ?? []).filter((one) => one.id !== job.id && !compared.some((two) => two.id === one.id));
+  useEffect(() => {
+    const chosen = rest.find((one) => one.id === text.trim());
+    if (!chosen) return;
+    setText("");
+    set([...compared, chosen]);
+  }, [value, text]);
   return (
     <>
       {compared.map((one) => (
@@ -129,13 +138,21 @@ function Compare({ job, compared, set }: { job: Job; compared: Job[]; set: (jobs
           {one.name} {one.id} ×
         </button>
       ))}
-      <Select
-        label="Compare with"
-        value=""
-        of={[["", "compare with…"], ...rest.map((one) => [one.id, `${one.name} ${one.id} (${one.state})`] as const)]}
-        choose={(id) => set([...compared, ...rest.filter((one) => one.id === id)])}
-        disabled={compared.length >= MOST_COMPARED || !rest.length}
+      <input
+        type="search"
+        aria-label="Compare with"
+        placeholder="compare with…"
+        maxLength={200}
+        list="comparable"
+        value={text}
+        disabled={compared.length >= MOST_COMPARED}
+        onInput={(event) => setText(event.currentTarget.value)}
       />
+      <datalist id="comparable">
+        {rest.map((one) => (
+          <option key={one.id} value={one.id} label={`${one.name} (${one.state})`} />
+        ))}
+      </datalist>
     </>
   );
 }

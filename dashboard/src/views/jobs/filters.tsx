@@ -6,7 +6,7 @@ import { useAsked, useKeyNames } from "../../hooks.ts";
 import { valueOf, type Label, type Property } from "../../lib/jobs/view.ts";
 import { Select } from "../../parts.tsx";
 
-const SHOWN: Property[] = ["kind", "environment", "model", "owner", "project"];
+const SHOWN: Property[] = ["kind", "environment", "model", "owner", "project", "tag"];
 
 interface Props {
   labels: Label[];

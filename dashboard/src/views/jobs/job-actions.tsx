@@ -8,6 +8,15 @@ import { FINAL, type Job, type Json } from "../../lib/types.ts";
 import { counted } from "../../lib/words.ts";
 import { Said } from "../../parts.tsx";
 
+const KEYS = { tag: "t", cancel: "s", delete: "d" };
+
+/** Does what a key of the list means for the selected jobs: presses the button, or goes to the field. */
+export function pressed(deed: keyof typeof KEYS): void {
+  const control = document.querySelector<HTMLElement>(`.bulk [aria-keyshortcuts="${KEYS[deed]}"]`);
+  if (deed === "tag") control?.focus();
+  else control?.click();
+}
+
 interface BulkProps {
   jobs: Job[];
   compare: () => void;
@@ -42,10 +51,12 @@ export function Bulk({ jobs, compare, clear, again }: BulkProps): JSX.Element {
   return (
     <div class="bar bulk" role="toolbar" aria-label="Selected jobs">
       <b>{counted(jobs.length, "job")} selected</b>
-      <button onClick={compare}>Compare</button>
+      <button aria-keyshortcuts="c" onClick={compare}>
+        Compare
+      </button>
       {mayChange && (
         <>
-          <button disabled={doing || !active.length} onClick={() => sure("Cancel", active) && each(active, "POST", "/cancel")}>
+          <button aria-keyshortcuts={KEYS.cancel} disabled={doing || !active.length} onClick={() => sure("Cancel", active) && each(active, "POST", "/cancel")}>
             Cancel
           </button>
           <form
@@ -55,12 +66,13 @@ export function Bulk({ jobs, compare, clear, again }: BulkProps): JSX.Element {
               setTag("");
             }}
           >
-            <input aria-label="Tag to add" placeholder="Tag…" maxLength={50} value={tag} onInput={(event) => setTag(event.currentTarget.value)} />
+            <input aria-label="Tag to add" aria-keyshortcuts={KEYS.tag} placeholder="Tag…" maxLength={50} value={tag} onInput={(event) => setTag(event.currentTarget.value)} />
           </form>
         </>
       )}
       {mayDelete && (
         <button
+          aria-keyshortcuts={KEYS.delete}
           disabled={doing || !over.length}
           title="Checkpoints, metrics and logs of ended jobs; their records stay"
           onClick={() => sure("Delete the artifacts of", over) && each(over, "DELETE", "/artifacts")}

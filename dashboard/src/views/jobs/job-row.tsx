@@ -60,7 +60,9 @@ function Named({ job, choose }: { job: Job; choose: (label: Label) => void }): J
   const why = job.waiting_for ? `waits for ${job.waiting_for}` : FINAL.includes(job.state) && job.state !== "succeeded" ? job.reason : "";
   return (
     <div class="named">
-      <a href={`#/jobs/${job.id}`}>{job.name}</a>
+      <a href={`#/jobs/${job.id}`} title={job.name}>
+        {job.name}
+      </a>
       <small class="dim">
         {job.id} · <Value label={["kind", job.kind]} choose={choose} />
       </small>
@@ -98,13 +100,13 @@ const CELLS: Record<string, (props: CellProps) => JSX.Element> = {
   State: ({ job }) => <State state={job.state} />,
   Progress: ({ job }) => (ENDLESS.includes(job.kind) ? <small class="dim">serves</small> : <Progress {...job} />),
   Last: ({ job }) => (
-    <>
+    <span title={reported(job).map(([name, value]) => `${name} ${short(value)}`).join(", ")}>
       {reported(job).map(([name, value]) => (
         <small key={name} class="pair">
           {name} <b>{short(value)}</b>
         </small>
       ))}
-    </>
+    </span>
   ),
   Curve: ({ job }) =>
     job.curve.length > 1 ? (

@@ -3,7 +3,7 @@
 import type { JSX } from "preact";
 import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { go, queryNow, useAfter, useAsked, useKeyNames, useNow, useQuery } from "../../hooks.ts";
-import { columnsOf, deedOf, matches, picked, windowed, type Span } from "../../lib/jobs/rows.ts";
+import { columnsOf, deedOf, isTyping, matches, picked, windowed, type Span } from "../../lib/jobs/rows.ts";
 import {
   directionOf, filterOf, FIRST_SORT, PROPERTIES, queryOf, SORT_OF, sortedBy, sortsFor, valueOf, viewOf, withLabel, without,
   type Label, type ListView, type Property,
@@ -13,7 +13,7 @@ import { counted } from "../../lib/words.ts";
 import { Empty, Said, Select } from "../../parts.tsx";
 import { Away } from "./away.tsx";
 import { Chip, Filters } from "./filters.tsx";
-import { Bulk } from "./job-actions.tsx";
+import { Bulk, pressed as pressedFor } from "./job-actions.tsx";
 import { Groups } from "./job-groups.tsx";
 import { COLUMNS, JobRow, ROW_PX } from "./job-row.tsx";
 
@@ -26,7 +26,7 @@ const SETTLED_MS = 15;
 /** How near the end of a list is when more is asked for. */
 const NEAR = "1200px";
 const KEPT_COLUMNS = "opentinker-columns";
-const HELP = "j and k move, Enter opens, x selects, a selects all, c compares, / searches, Escape clears the selection";
+const HELP = "j and k move, Enter opens, x selects, a selects all; of the selected jobs c compares, t tags, s cancels, d deletes artifacts, Escape clears the selection; / searches; g and then j, w, m, e, c or s goes to Jobs, Sweeps, Models, Environments, Cluster or Submit";
 
 interface Answer {
   jobs: Job[];
@@ -39,7 +39,7 @@ export function Jobs(): JSX.Element {
   const view = viewOf(query);
   const { labels, by, sort } = view;
   const change = (part: Partial<ListView>): void => setQuery(queryOf({ ...viewOf(queryNow()), ...part }));
-  const [columns, setColumns] = useState(() => columnsOf(localStorage.getItem(KEPT_COLUMNS), COLUMNS));
+  const [columns, setColumns] = useState(() => columnsOf(localStorage.getItem(KEPT_COLUMNS), COLUMNS, window.innerWidth));
   const filter = filterOf(view);
   const asked = new URLSearchParams([["sort", sort], ...filter]);
   const choose = (label: Label): void => change({ by: "", labels: withLabel(labels, label) });
@@ -251,7 +251,8 @@ function Table({ jobs, columns, sort, choose, order, again }: TableProps): JSX.E
   useLayoutEffect(() => {
     const pressed = (event: KeyboardEvent): void => {
       const within = (what: string): boolean => event.target instanceof HTMLElement && event.target.closest(what) !== null;
-      const typing = within('input:not([type="checkbox"]), select, textarea') || (event.key === "Enter" && within("button, a, summary"));
+      if (event.key === "Escape" && isTyping(event.target)) (event.target as HTMLElement).blur();
+      const typing = isTyping(event.target) || (event.key === "Enter" && within("button, a, summary"));
       const deed = deedOf(event.key, typing, event.ctrlKey || event.metaKey || event.altKey);
       if (deed === undefined) return;
       const job = jobs[at];
@@ -262,6 +263,7 @@ function Table({ jobs, columns, sort, choose, order, again }: TableProps): JSX.E
       else if (deed === "all") setChosen(new Set(ids));
       else if (deed === "clear") setChosen(new Set());
       else if (deed === "compare") compare();
+      else if (deed === "tag" || deed === "cancel" || deed === "delete") pressedFor(deed);
       else if (deed === "help") setHelp(!help);
       else if (deed === "search") document.getElementById("search-jobs")?.focus();
       else return;
