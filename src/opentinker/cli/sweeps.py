@@ -83,6 +83,7 @@ def sweeps(
     ] = None,
     kinds: Annotated[list[str] | None, typer.Option("--kind", help="Only sweeps of jobs of this kind.")] = None,
     name: Annotated[str | None, typer.Option("--name", help="Only sweeps with this text in their name.")] = None,
+    notes: Annotated[str | None, typer.Option("--notes", help="Only sweeps with this text in their notes.")] = None,
     project: Annotated[str | None, typer.Option("--project", help="Only sweeps of this project.")] = None,
     tags: Annotated[list[str] | None, typer.Option("--tag", help="Only sweeps with this tag. Repeatable.")] = None,
     environment: Annotated[
@@ -105,8 +106,8 @@ def sweeps(
 ) -> None:
     """List your sweeps, the newest first."""
     api = client(url, patience_s=PATIENCE_S if watch else 2.0)
-    texts = {"name": name, "project": project, "environment": environment, "model": model, "owner": owner}
-    texts |= {"search": search, "sort": sort}
+    texts = {"name": name, "notes": notes, "project": project, "environment": environment, "model": model}
+    texts |= {"owner": owner, "search": search, "sort": sort}
     chosen = states or kinds or tags or any(texts[name] for name in texts if name != "sort")
     empty = "no such sweep" if chosen else "no sweeps yet: `opentinker submit` makes one of a file with [sweep]"
 

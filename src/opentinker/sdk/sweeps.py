@@ -56,6 +56,7 @@ class SweepCalls:
         states: Collection[str] | None = None,
         kinds: Collection[str] | None = None,
         name: str | None = None,
+        notes: str | None = None,
         project: str | None = None,
         tags: Collection[str] | None = None,
         environment: str | None = None,
@@ -67,7 +68,8 @@ class SweepCalls:
         """The first `limit` sweeps, newest first or by `sort`; filters are those of `jobs`. A sweep whose model or
         environment is varied has none."""
         lists = {"state": states, "kind": kinds, "tag": tags}
-        texts = {"name": name, "project": project, "environment": environment, "model": model, "owner": owner}
+        texts = {"name": name, "notes": notes, "project": project}
+        texts |= {"environment": environment, "model": model, "owner": owner}
         query = list_query(lists, {**texts, "search": search, "sort": sort})
         return await self._http.newest("/v1/sweeps", "sweeps", limit, query)
 
