@@ -91,6 +91,7 @@ async def test_each_policy_learns_from_its_teacher_through_a_kill(tmp_path: Path
         first = []
         for name in policies:
             await cluster.trained(job, spec, name)
+            assert len(cluster.manifest(part_id(job, name)).resumed) == 2, "the trainer was killed"
             lines = cluster.lines(part_id(job, name))
             assert all(line["teacher/kl"] > 0.0 for line in lines), "the policy and its teacher differ"
             first.append(lines[0]["teacher/logprob"])
@@ -118,6 +119,7 @@ async def test_one_policy_has_a_value_model_and_the_other_its_critic_through_a_k
         await cluster.succeeds(job)
         for name in policies:
             await cluster.trained(job, spec, name)
+            assert len(cluster.manifest(part_id(job, name)).resumed) == 2, "the trainer was killed"
         said, trained = (cluster.lines(part_id(job, name)) for name in policies)
         assert all("value/mean" in line and "loss/value" not in line for line in said)
         assert all("value/mean" not in line and "loss/value" in line for line in trained)

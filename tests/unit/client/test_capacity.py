@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from opentinker.cli import app
 from opentinker.cli.planning.estimates import models_of, parameters_of, players_of
-from opentinker.cli.planning.plan import measured_of, work_of
+from opentinker.cli.planning.plan import measured_of, trained_of, work_of
 from opentinker.cli.planning.schedules import joint_batch, policy_steps
 from opentinker.cli.planning.simulation import Pools, Work, enough_env_workers, predict
 from opentinker.envs.registry import _found, find
@@ -139,6 +139,9 @@ def test_a_job_with_several_policies_gives_the_turns_of_all_and_the_time_of_the_
     found = measured_of([*speaker, *listener, worker], "j")
     assert found["turns"] == 3.0 and found["tokens"] == 2.0
     assert found["train_s"] == 3.0, "it makes two steps where the other makes one"
+    assert trained_of([*speaker, *listener, worker]) == {"speaker": 2.0, "listener": 1.5}, (
+        "of each, per step of its own"
+    )
     with pytest.raises(OpenTinkerError, match="too few steps"):
         measured_of([*speaker[:2], *listener, worker], "j")
 
@@ -183,16 +186,31 @@ KNOWN = {"env_s": 0.0, "turns": 2.0, "tokens": 1.0, "token_s": 0.25}
 """A match takes half a second."""
 
 
-@pytest.mark.parametrize(
-    ("match", "slow", "fast"),
-    [
-        ({}, 3.0, 3.0),
-        ({"schedule": "drop"}, 3.0, 1.0),
-        ({"schedule": "grow"}, 3.0, 1.0),
-        ({"schedule": "lockstep"}, 3.5, 3.5),
-        ({"schedule": "alternate", "alternate_steps": 3}, 13 / 3, 13 / 3),
-    ],
-)
+SCHEDULED: list[tuple[dict[str, Any], float, float]] = [
+    ({}, 3.0, 3.0),
+    ({"schedule": "drop"}, 3.0, 1.0),
+    ({"schedule": "grow"}, 3.0, 1.0),
+    ({"schedule": "lockstep"}, 3.5, 3.5),
+    ({"schedule": "alternate", "alternate_steps": 3}, 13 / 3, 13 / 3),
+]
+"""Seconds per step of a policy that trains for 3 s and of one that trains for 1 s."""
+
+
+@pytest.mark.parametrize(("match", "slow", "fast"), SCHEDULED)
+def test_each_policy_is_planned_by_the_time_that_it_took(match: dict[str, Any], slow: float, fast: float) -> None:
+    """Whatever the simulated learners say; one time for all stands in where a policy was not measured."""
+    algorithm = {**GAME["algorithm"], "max_staleness": 0 if match.get("schedule") == "lockstep" else 2}
+    policies = {"slow": {"train": {"simulated_step_s": 7.0}}, "fast": {"train": {"simulated_step_s": 9.0}}}
+    spec = parse_spec({**GAME, "algorithm": algorithm, "match": match, "policies": policies})
+    pools = Pools(rollout_workers=1, env_workers=1, sessions=64)
+    known = {**KNOWN, "train_s": 3.0}
+    work, _, paces = work_of(spec, known, 0.0, {"slow": 3.0, "fast": 1.0})
+    assert policy_steps(spec, paces, work, pools) == pytest.approx({"slow": slow, "fast": fast}, rel=0.05)
+    _, _, paces = work_of(spec, known, 0.0, {"slow": 2.0, "other": 1.0})
+    assert {name: pace.train_s for name, pace in paces.items()} == {"slow": 3.0, "fast": 3.0}
+
+
+@pytest.mark.parametrize(("match", "slow", "fast"), SCHEDULED)
 def test_each_policy_is_planned_by_the_schedule(match: dict[str, Any], slow: float, fast: float) -> None:
     algorithm = {**GAME["algorithm"], "max_staleness": 0 if match.get("schedule") == "lockstep" else 2}
     spec = parse_spec({**GAME, "algorithm": algorithm, "match": match})

@@ -78,10 +78,11 @@ def plan(
         "tokens_per_s": tokens_per_s, "env_s": None if env_ms is None else env_ms / 1e3, "train_s": train_s,
         "swap_s": swap_s,
     }  # fmt: skip
-    measured = {} if like is None else measured_of(client(url).metrics(like), like)
+    points = [] if like is None else client(url).metrics(like)
+    measured = {} if like is None else measured_of(points, like)
     known = {**measured, **{name: value for name, value in said.items() if value is not None}}
     cost, blocks = _demands(spec.environment.name)
-    work, reasons, paces = work_of(spec, known, spread)
+    work, reasons, paces = work_of(spec, known, spread, {} if train_s is not None else trained_of(points))
     rows = [_row(work, pools, spec, paces) for pools in _pools(rollout_workers, sessions, blocking or blocks, cost)]
     told = advice(work, rows, spec)
     if as_json:
@@ -111,9 +112,11 @@ def _demands(environment: str) -> tuple[float, bool]:
     return cost, blocks
 
 
-def work_of(spec: JobSpec, known: dict[str, float], spread: float) -> tuple[Work, list[str], Mapping[str, Pace]]:
+def work_of(
+    spec: JobSpec, known: dict[str, float], spread: float, trained: Mapping[str, float] | None = None
+) -> tuple[Work, list[str], Mapping[str, Pace]]:
     """Values that are not `known` come from the job, if it exists, and are estimated otherwise; the sentences explain
-    each. With the pace of each policy in training."""
+    each. With the pace of each policy in training. `trained`: measured seconds per step of policies, by name."""
     from opentinker.cli.planning.estimates import estimated
     from opentinker.cli.planning.schedules import paces_of, pipeline_of
     from opentinker.cli.planning.simulation import Work
@@ -125,7 +128,7 @@ def work_of(spec: JobSpec, known: dict[str, float], spread: float) -> tuple[Work
     if rollout.toy is not None:
         values |= {"token_s": rollout.toy.seconds_per_token, "swap_s": rollout.toy.swap_seconds}
     values |= known
-    if (paces := paces_of(spec, known.get("train_s"))) is not None:
+    if (paces := paces_of(spec, known.get("train_s"), trained)) is not None:
         batch, values["train_s"] = pipeline_of(spec, paces)
     missing = {"token_s", "env_s", "train_s"} - values.keys()
     if "token_s" in missing and "tokens_per_s" not in values:
@@ -180,7 +183,7 @@ def measured_of(points: Sequence[Mapping[str, Any]], job: str) -> dict[str, floa
     """Durations and lengths from a job's metrics. Tokens take as long as they took with the sequences that there were:
     with fewer of them in an engine they would be faster. Several policies train side by side, so a step takes as long
     as that of the slowest; a match has the turns of all."""
-    steps = _steps_of(points)
+    steps = list(_steps_of(points).values())
     last: dict[str, dict[str, float]] = {}
     for point in points:
         if "rollout/turns" in point["values"]:
@@ -212,17 +215,25 @@ def measured_of(points: Sequence[Mapping[str, Any]], job: str) -> dict[str, floa
     }
 
 
-def _steps_of(points: Sequence[Mapping[str, Any]]) -> list[list[dict[str, float]]]:
-    """Return the metrics of the steps, of a job with several policies by policy."""
+def trained_of(points: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the seconds per step of each policy of a job, from its metrics; of a job's one policy by the empty
+    name."""
+    recent = {name: [step["train_seconds"] for step in own[-RECENT:]] for name, own in _steps_of(points).items()}
+    return {name: sum(seconds) / len(seconds) for name, seconds in recent.items()}
+
+
+def _steps_of(points: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, float]]]:
+    """Return the metrics of the steps by policy."""
     from opentinker.shared.data.step_log import metric_prefix
 
     found: dict[str, list[dict[str, float]]] = {}
     for point in points:
-        prefix = metric_prefix(split_part(str(point["source"]))[1])
+        policy = split_part(str(point["source"]))[1]
+        prefix = metric_prefix(policy)
         if f"{prefix}train_seconds" in point["values"]:
             values = {name.removeprefix(prefix): value for name, value in point["values"].items()}
-            found.setdefault(prefix, []).append(values)
-    return list(found.values())
+            found.setdefault(policy, []).append(values)
+    return found
 
 
 def _pools(rollout_workers: str, sessions: int | None, blocking: bool, cost: float) -> list[Pools]:

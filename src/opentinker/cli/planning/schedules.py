@@ -66,13 +66,20 @@ def joint_batch(spec: JobSpec) -> JointBatch:
     return JointBatch(first.algorithm.group_size, groups, max(0, room // groups - 1))
 
 
-def paces_of(spec: JobSpec, train_s: float | None) -> dict[str, Pace] | None:
-    """Return the pace of each policy in training. `train_s`: of a step of the job, the same for all; None: as the
-    simulated learners say, and None where one is not simulated."""
+def paces_of(
+    spec: JobSpec, train_s: float | None, measured: Mapping[str, float] | None = None
+) -> dict[str, Pace] | None:
+    """Return the pace of each policy in training. `measured`: seconds per step by policy, used if all are there.
+    `train_s`: of a step of the job, the same for all; None: as the simulated learners say, and None where one is not
+    simulated."""
     paces = {}
-    for name, own in own_specs(spec).items():
+    specs = own_specs(spec)
+    each = measured if measured and specs.keys() <= measured.keys() else None
+    for name, own in specs.items():
         share = own.train.steps / max(1, spec.train.steps)
         own_s = own.train.simulated_step_s if train_s is None else train_s / share
+        if each is not None:
+            own_s = each[name]
         if own_s is None:
             return None
         paces[name] = Pace(own_s, 0.0, share)
