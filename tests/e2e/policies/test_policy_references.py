@@ -81,17 +81,17 @@ async def test_each_policy_learns_from_its_teacher_through_a_kill(tmp_path: Path
         policies=policies,
         seats={name: name for name in policies},
         teacher={"base": str(teachers[0])},
-        train={"steps": 6, "lr": 1e-3, "checkpoint_every": 2},
+        train={"steps": 10, "lr": 1e-3, "checkpoint_every": 2},
     )
     async with Cluster(tmp_path, references=1) as cluster:
         job = await cluster.submit(spec)
-        await cluster.reaches(job, 2)
+        await cluster.reaches(job, 5)
         cluster.kill("trainer-0")
         await cluster.succeeds(job)
         first = []
         for name in policies:
             await cluster.trained(job, spec, name)
-            assert len(cluster.manifest(part_id(job, name)).resumed) == 2, "the trainer was killed"
+            assert cluster.manifest(part_id(job, name)).resumed[2] > 0, "from a checkpoint"
             lines = cluster.lines(part_id(job, name))
             assert all(line["teacher/kl"] > 0.0 for line in lines), "the policy and its teacher differ"
             first.append(lines[0]["teacher/logprob"])
@@ -110,16 +110,16 @@ async def test_one_policy_has_a_value_model_and_the_other_its_critic_through_a_k
         policies=policies,
         seats={name: name for name in policies},
         value_model={"base": str(values)},
-        train={"steps": 6, "lr": 1e-3, "checkpoint_every": 2},
+        train={"steps": 10, "lr": 1e-3, "checkpoint_every": 2},
     )
     async with Cluster(tmp_path, references=1) as cluster:
         job = await cluster.submit(spec)
-        await cluster.reaches(job, 2)
+        await cluster.reaches(job, 5)
         cluster.kill("trainer-0")
         await cluster.succeeds(job)
         for name in policies:
             await cluster.trained(job, spec, name)
-            assert len(cluster.manifest(part_id(job, name)).resumed) == 2, "the trainer was killed"
+            assert cluster.manifest(part_id(job, name)).resumed[2] > 0, "from a checkpoint"
         said, trained = (cluster.lines(part_id(job, name)) for name in policies)
         assert all("value/mean" in line and "loss/value" not in line for line in said)
         assert all("value/mean" not in line and "loss/value" in line for line in trained)
@@ -130,4 +130,4 @@ async def test_one_policy_has_a_value_model_and_the_other_its_critic_through_a_k
             kept.append(found[0] / CRITIC)
         assert [path.exists() for path in kept] == [False, True]
         made = {int(tensor) for name, tensor in load_file(kept[1]).items() if name.startswith("step/")}
-        assert made == {6}, "after the kill the critic went on where its checkpoint was"
+        assert made == {10}, "after the kill the critic went on where its checkpoint was"
