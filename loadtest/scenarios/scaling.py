@@ -13,10 +13,10 @@ from loadtest.support.environments import Sleeper
 from loadtest.support.open_loop import arrivals, open_loop
 from loadtest.support.report import Report
 from loadtest.support.target import START_S, Target, target
-from opentinker.cli.planning.simulation import Pools, Work, predict
 from opentinker.client import AsyncClient
 from opentinker.serve.ws_server import listening
 from opentinker.shared.api_types import MetricPoint, Worker
+from opentinker.shared.data.pipeline_simulation import Pools, Work, predict
 
 BAND = (0.75, 1.25)
 """Measured throughput over that of the prediction."""

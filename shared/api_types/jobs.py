@@ -220,14 +220,17 @@ class Check(TypedDict):
 
 
 class JobEstimate(TypedDict):
-    """Time and cost of a job or a sweep, estimated from an earlier job like it, else from round figures."""
+    """Time and cost of a job or a sweep, estimated from earlier jobs like it; else simulated, or by round figures."""
 
     jobs: int
     """More than one of a sweep."""
     steps: int
     """Steps of each job; eval jobs: episodes."""
     seconds: float
-    """Duration of each job, from when it runs."""
+    """Duration of each job, from when it runs: the median of `like`."""
+    seconds_low: float
+    """By the fastest of `like`; the same as `seconds` without several."""
+    seconds_high: float
     worker_s: float
     """Seconds of leased workers, of all jobs together."""
     gpu_s: float
@@ -236,11 +239,11 @@ class JobEstimate(TypedDict):
     """By the operator's prices; null where there are none."""
     currency: str
     """Three letters; empty without a cost."""
-    like: str
-    """Id of the earlier job: the newest of the same kind, model and environment. Empty where round figures were
-    assumed, as `basis` says."""
+    like: list[str]
+    """Ids of the earlier jobs on which it rests, the newest first: of the same kind, model and environment, on as many
+    workers as far as there are such. Empty where round figures were assumed, or a simulation was made."""
     basis: str
-    """In words."""
+    """What it rests on, in words."""
 
 
 class Validation(TypedDict):
@@ -253,4 +256,5 @@ class Validation(TypedDict):
     messages: list[Said]
     """Messages of the environment's first turn."""
     estimate: JobEstimate | None
-    """Null where no job like it has run here."""
+    """Null where there is nothing to rest it on: no job like it has run here, and its model's size is unknown; and for
+    jobs without an end."""

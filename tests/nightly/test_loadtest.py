@@ -22,7 +22,7 @@ from loadtest.scenarios.service import STATE_S
 from loadtest.support.open_loop import Latencies, arrivals, open_loop
 from loadtest.support.report import Report, lines, ratios, write
 from loadtest.support.target import ROOT, target
-from opentinker.cli.planning.simulation import Pools, predict
+from opentinker.shared.data.pipeline_simulation import Pools, predict
 
 
 def test_arrivals_are_drawn_beforehand_and_come_at_their_rate() -> None:

@@ -22,6 +22,8 @@ interface Estimate {
   jobs: number;
   steps: number;
   seconds: number;
+  seconds_low: number;
+  seconds_high: number;
   worker_s: number;
   gpu_s: number;
   cost: number | null;
@@ -282,7 +284,7 @@ function Taken({ estimate }: { estimate: Estimate | null }): JSX.Element {
   if (!estimate)
     return (
       <p class="dim">
-        No similar job has run here, so there is no estimate of its time. <code>opentinker plan</code> simulates one.
+        No estimate: no similar job has run here, and neither its model’s size nor durations of its own are known. <code>opentinker plan</code> takes durations from you.
       </p>
     );
   const hours = [`${short(estimate.worker_s / 3600)} worker hours`];
@@ -291,6 +293,7 @@ function Taken({ estimate }: { estimate: Estimate | null }): JSX.Element {
   return (
     <p>
       <b>{duration(estimate.seconds)}</b>
+      {estimate.seconds_high > estimate.seconds_low && ` (${duration(estimate.seconds_low)} to ${duration(estimate.seconds_high)})`}
       {estimate.jobs > 1 ? ` each, ${counted(estimate.jobs, "job")}` : ""}, {hours.join(", ")}
       <br />
       <small class="dim">{estimate.basis}</small>

@@ -1,4 +1,5 @@
-"""Estimates the time and cost of a spec where no job like it has run: from the size of its model and round figures."""
+"""Estimates the time and cost of a spec where no job like it has run: from the size of its model and round figures; of
+one with simulated parts, by simulating its pipeline with the durations that it names."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from typing import NamedTuple
 
 from opentinker.shared.api_types import JobEstimate
 from opentinker.shared.config import Settings
+from opentinker.shared.data.pipeline_simulation import WARM_UP, Pools, Work, predict
 from opentinker.shared.data.round_figures import CPU, GPU, known_parameters
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.state.store import steps_of
@@ -21,6 +23,17 @@ PROMPT_SHARE = 2.0
 """Tokens of a trajectory over those that were sampled: a prompt as long as the answer."""
 
 
+SIMULATED = (
+    "simulated, for no job like it has run here: with the spec's own durations of tokens, swaps and steps, the longest "
+    "answers that it allows, and an environment that takes no time"
+)
+SIMULATED_TURNS = 3_000
+"""Turns that are simulated at most, within about 0.3 s."""
+SIMULATED_STEPS = 4
+NEVER_FULL = 1_000_000
+"""Sessions of the env workers of a simulation: the spec does not say how many there are."""
+
+
 class _Phases(NamedTuple):
     """Seconds of a step."""
 
@@ -29,11 +42,14 @@ class _Phases(NamedTuple):
 
 
 def rough_estimate(settings: Settings, spec: JobSpec, jobs: int) -> JobEstimate | None:
-    """Return what `jobs` jobs of this spec take at most, by round figures; None for a job without an end, of simulated
-    parts, of several policies, or with a model of unknown size. `like` is empty. Blocking."""
+    """Return what `jobs` jobs of this spec take at most; None for a job without an end, of several policies, partly
+    simulated, or with a model of unknown size. `like` is empty. Blocking."""
     steps = steps_of(spec.model_dump(mode="json"))
-    if spec.kind in ("inference", "tinker") or spec.policies or not steps or _is_simulated(spec):
+    if spec.kind in ("inference", "tinker") or spec.policies or not steps:
         return None
+    if _is_simulated(spec):
+        step_s = _simulated_step_s(spec)
+        return None if step_s is None else _estimate(settings, spec, jobs, step_s * steps, SIMULATED)
     try:
         count, source = known_parameters(spec.model.base)
     except OSError:  # the checks of the model say what is wrong with it
@@ -45,29 +61,35 @@ def rough_estimate(settings: Settings, spec: JobSpec, jobs: int) -> JobEstimate 
     overlapped = spec.kind == "rl" and spec.algorithm.max_staleness > 0
     step_s = max(phases) if overlapped else sum(phases)
     seconds = step_s * (1 if spec.kind == "eval" else steps)
-    samplers = spec.resources.rollout_workers if spec.kind in ("rl", "eval") else 0
-    trainers = 0 if spec.kind == "eval" else 1
+    size = f"{count / 1e6:.3g} M parameters ({source})"
+    uses = ((spec.resources.rollout_gpus, _samplers(spec)), (spec.resources.trainer_gpus, spec.kind != "eval"))
+    on = " and ".join(dict.fromkeys((GPU if gpus else CPU).name for gpus, there in uses if there))
+    basis = f"assumed, for no job like it has run here: {size} on {on}, and the longest answers that it allows"
+    return _estimate(settings, spec, jobs, seconds, basis)
+
+
+def _samplers(spec: JobSpec) -> int:
+    return spec.resources.rollout_workers if spec.kind in ("rl", "eval") else 0
+
+
+def _estimate(settings: Settings, spec: JobSpec, jobs: int, seconds: float, basis: str) -> JobEstimate:
+    """`seconds`: of each job."""
+    samplers, trainers = _samplers(spec), 0 if spec.kind == "eval" else 1
     worker_s = seconds * (samplers + trainers) * jobs
     gpu_s = seconds * (samplers * spec.resources.rollout_gpus + trainers * spec.resources.trainer_gpus) * jobs
     cost = settings.cost(worker_s, gpu_s)
-    size = f"{count / 1e6:.3g} M parameters ({source})"
-    on = " and ".join(
-        dict.fromkeys(
-            (GPU if gpus else CPU).name
-            for gpus, there in ((spec.resources.rollout_gpus, samplers), (spec.resources.trainer_gpus, trainers))
-            if there
-        )
-    )
     return {
         "jobs": jobs,
-        "steps": steps,
+        "steps": steps_of(spec.model_dump(mode="json")),
         "seconds": seconds,
+        "seconds_low": seconds,
+        "seconds_high": seconds,
         "worker_s": worker_s,
         "gpu_s": gpu_s,
         "cost": cost,
         "currency": "" if cost is None else settings.price_currency,
-        "like": "",
-        "basis": f"assumed, for no job like it has run here: {size} on {on}, and the longest answers that it allows",
+        "like": [],
+        "basis": basis,
     }
 
 
@@ -76,6 +98,31 @@ def _is_simulated(spec: JobSpec) -> bool:
     samples = spec.kind in ("rl", "eval")
     trains = spec.kind != "eval"
     return (samples and spec.rollout.engine == "toy") or (trains and spec.train.learner == "simulated")
+
+
+def _simulated_step_s(spec: JobSpec) -> float | None:
+    """Return the seconds of a step whose tokens, swaps and training take what the spec says; None if it does not say
+    so, or if its steps are too large to be simulated here. `opentinker plan` takes its time for those."""
+    algorithm, rollout, train_s = spec.algorithm, spec.rollout, spec.train.simulated_step_s or 0.0
+    turns = algorithm.group_size * algorithm.groups_per_batch * rollout.max_turns * (SIMULATED_STEPS + WARM_UP)
+    if spec.kind != "rl" or rollout.toy is None or spec.train.learner != "simulated" or turns > SIMULATED_TURNS:
+        return None
+    if not rollout.toy.seconds_per_token and not train_s:
+        return None
+    work = Work(
+        group_size=algorithm.group_size,
+        groups_per_batch=algorithm.groups_per_batch,
+        max_staleness=algorithm.max_staleness,
+        concurrent_groups=rollout.max_concurrent_groups,
+        turns=rollout.max_turns,
+        tokens=rollout.max_tokens / rollout.max_turns,
+        token_s=rollout.toy.seconds_per_token,
+        env_s=0.0,
+        train_s=train_s,
+        swap_s=rollout.toy.swap_seconds,
+    )
+    pools = Pools(rollout_workers=spec.resources.rollout_workers, env_workers=1, sessions=NEVER_FULL)
+    return predict(work, pools, SIMULATED_STEPS).step_s
 
 
 def _phases(spec: JobSpec, parameters: float, episodes: int) -> _Phases:

@@ -152,7 +152,7 @@ async def test_a_template_is_changed_in_the_form_and_looked_at_by_the_queue(open
     await expect(spec).to_contain_text('base = "some/model"')
     await expect(spec).to_contain_text("steps = 77")
     await tab.shows("it would wait for")
-    await tab.shows("No similar job has run here")
+    await tab.shows("no similar job has run here")
     await tab.page.get_by_role("button", name="Submit").click()
     await expect(tab.page.get_by_role("heading", level=1)).to_have_text("bandit")
 

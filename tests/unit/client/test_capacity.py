@@ -18,8 +18,8 @@ from opentinker.cli import app
 from opentinker.cli.planning.estimates import models_of, parameters_of, players_of
 from opentinker.cli.planning.plan import measured_of, trained_of, work_of
 from opentinker.cli.planning.schedules import joint_batch, policy_steps
-from opentinker.cli.planning.simulation import Pools, Work, enough_env_workers, predict
 from opentinker.envs.registry import _found, find
+from opentinker.shared.data.pipeline_simulation import Pools, Work, enough_env_workers, predict
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.types.errors import OpenTinkerError
 

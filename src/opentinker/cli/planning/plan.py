@@ -17,7 +17,7 @@ from opentinker.shared.types.errors import OpenTinkerError
 
 if TYPE_CHECKING:
     from opentinker.cli.planning.schedules import Pace
-    from opentinker.cli.planning.simulation import Pools, Prediction, Work
+    from opentinker.shared.data.pipeline_simulation import Pools, Prediction, Work
     from opentinker.shared.spec import JobSpec
 
 FEWEST = 3
@@ -119,8 +119,8 @@ def work_of(
     each. With the pace of each policy in training. `trained`: measured seconds per step of policies, by name."""
     from opentinker.cli.planning.estimates import estimated
     from opentinker.cli.planning.schedules import paces_of, pipeline_of
-    from opentinker.cli.planning.simulation import Work
     from opentinker.shared.data.dry_run_policies import memory
+    from opentinker.shared.data.pipeline_simulation import Work
 
     rollout = spec.rollout
     turns = known.get("turns", float(rollout.max_turns))
@@ -237,7 +237,7 @@ def _steps_of(points: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, f
 
 
 def _pools(rollout_workers: str, sessions: int | None, blocking: bool, cost: float) -> list[Pools]:
-    from opentinker.cli.planning.simulation import Pools
+    from opentinker.shared.data.pipeline_simulation import Pools
     from opentinker.shared.settings_sources import load_settings
 
     settings = load_settings()
@@ -255,7 +255,7 @@ def _pools(rollout_workers: str, sessions: int | None, blocking: bool, cost: flo
 
 def _row(work: Work, pools: Pools, spec: JobSpec, paces: Mapping[str, Pace]) -> dict[str, Any]:
     from opentinker.cli.planning.schedules import policy_steps
-    from opentinker.cli.planning.simulation import enough_env_workers
+    from opentinker.shared.data.pipeline_simulation import enough_env_workers
 
     env_workers, found = enough_env_workers(work, pools)
     enough = replace(pools, env_workers=env_workers)

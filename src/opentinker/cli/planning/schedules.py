@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from opentinker.cli.planning.simulation import Pools, Work, predict
+from opentinker.shared.data.pipeline_simulation import Pools, Work, predict
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.policies import spec_of
 from opentinker.shared.spec.schedules import ScheduleName, rule_of

@@ -9,11 +9,17 @@ import typer
 
 from opentinker.cli.common import AsJson, Url, client, print_json, print_table, running_server, say
 from opentinker.cli.specs import Changes, SpecFile, import_from_here, print_mistakes, read_spec, read_sweep
+from opentinker.shared.types.core import ENDLESS
 from opentinker.shared.types.errors import SpecError
 
 if TYPE_CHECKING:
     from opentinker.shared.api_types import Check, JobEstimate
     from opentinker.shared.spec import JobSpec
+
+NO_ESTIMATE = (
+    "no estimate: no job like it has run here, and neither its model's size nor durations of its own are known; "
+    "`opentinker plan` takes durations from you"
+)
 
 
 def validate(
@@ -63,6 +69,8 @@ def validate(
                 say(f"a sweep of {sweep.size} by {sweep.table.method}; the first one was checked")
             if found.get("estimate"):
                 say(in_words(found["estimate"]))
+            elif found.get("server") is not None and spec.kind not in ENDLESS:
+                say(NO_ESTIMATE)
     if not found["valid"]:
         raise typer.Exit(2)
 
@@ -70,11 +78,14 @@ def validate(
 def in_words(estimate: JobEstimate) -> str:
     from opentinker.cli.views.watch import duration
 
+    spread = ""
+    if estimate["seconds_high"] > estimate["seconds_low"]:
+        spread = f" ({duration(estimate['seconds_low'])} to {duration(estimate['seconds_high'])})"
     each = " each" if estimate["jobs"] > 1 else ""
     cost = "" if estimate["cost"] is None else f", {estimate['cost']:,.2f} {estimate['currency']}"
     gpus = f", {estimate['gpu_s'] / 3600:,.3g} GPU hours" if estimate["gpu_s"] else ""
     hours = f"{estimate['worker_s'] / 3600:,.3g} worker hours{gpus}{cost}"
-    return f"estimate: {duration(estimate['seconds'])} of running{each}, {hours}: {estimate['basis']}"
+    return f"estimate: {duration(estimate['seconds'])}{spread} of running{each}, {hours}: {estimate['basis']}"
 
 
 def looked_at(data: dict[str, Any], server: str | None, beside: Path, whole: dict[str, Any]) -> dict[str, Any]:

@@ -50,15 +50,14 @@ async def estimated(ctx: Context, spec: dict[str, Any], **prices: Any) -> JobEst
     return found["estimate"]
 
 
-async def test_a_job_takes_what_the_newest_one_like_it_took(ctx: Context, store: Store) -> None:
+async def test_a_job_takes_what_the_one_like_it_took(ctx: Context, store: Store) -> None:
     assert await estimated(ctx, spec_of()) is None, "nothing has run"
-    await ran(store, spec_of(), 1, worker_s=90.0, running_s=90.0)
     like = await ran(store, spec_of(), 2, worker_s=60.0, running_s=20.0)
     await ran(
         store, spec_of() | {"model": {**spec_of()["model"], "base": "other/model"}}, 3, worker_s=9.0, running_s=9.0
     )
     found = await estimated(ctx, spec_of())
-    assert found is not None and (found["like"], found["jobs"], found["steps"]) == (like, 1, 100)
+    assert found is not None and (found["like"], found["jobs"], found["steps"]) == ([like], 1, 100)
     assert (found["seconds"], found["worker_s"], found["gpu_s"]) == pytest.approx((100.0, 300.0, 150.0))
     assert (found["cost"], found["currency"]) == (None, "")
     assert found["basis"].endswith("took 1 s a step over 20 steps")
@@ -69,6 +68,66 @@ async def test_a_job_takes_what_the_newest_one_like_it_took(ctx: Context, store:
     assert found is not None and found["seconds"] == pytest.approx(200.0)
     assert found["basis"].endswith("times 2 for the size of a step")
     assert found["cost"] == pytest.approx(0.6 + 3.0) and "hours, 3.60 EUR: " in in_words(found)
+
+
+async def test_several_jobs_like_it_give_their_median_and_their_range(ctx: Context, store: Store) -> None:
+    took = (40.0, 48.0, 36.0, 44.0)
+    ids = [await ran(store, spec_of(), n, worker_s=2 * spent, running_s=spent) for n, spent in enumerate(took)]
+    found = await estimated(ctx, spec_of())
+    assert found is not None and found["like"] == ids[::-1]
+    assert (found["seconds"], found["seconds_low"], found["seconds_high"]) == pytest.approx((210.0, 180.0, 240.0))
+    assert found["basis"] == "median of 4 jobs like it, 3 to 4 min"
+    assert in_words(found).startswith("estimate: 3:30 min (3:00 min to 4:00 min) of running, ")
+    assert found["worker_s"] == pytest.approx(420.0)
+
+
+def workers(count: int) -> dict[str, Any]:
+    return spec_of(resources__rollout_workers=count)
+
+
+LORA = {"rank": 8, "alpha": 16}
+
+
+async def test_jobs_with_other_workers_are_scaled_by_what_was_measured(ctx: Context, store: Store) -> None:
+    await ran(store, workers(2), 1, worker_s=60.0, running_s=20.0)
+    found = await estimated(ctx, workers(4))
+    assert found is not None and found["seconds"] == pytest.approx(100.0)
+    assert found["basis"].endswith("not scaled for 4 rollout workers instead of 2: no job has measured that")
+    assert found["worker_s"] == pytest.approx(300.0 * 5 / 3), "four workers and a trainer, not two and a trainer"
+
+    other = {"base": "other/model"}
+    for number, (count, spent) in enumerate(((1, 40.0), (2, 20.0)), 2):  # twice as many take half as long
+        spec = workers(count)
+        await ran(store, spec | {"model": spec["model"] | other}, number, worker_s=2 * spent, running_s=spent)
+    found = await estimated(ctx, workers(4))
+    assert found is not None and found["seconds"] == pytest.approx(50.0)
+    assert found["basis"].endswith("times 0.5 for 4 rollout workers instead of 2")
+    same = await ran(store, workers(4), 9, worker_s=60.0, running_s=18.0)
+    found = await estimated(ctx, workers(4))
+    assert found is not None and found["like"] == [same], "as many workers: nothing is scaled"
+
+
+async def test_an_adapter_takes_as_much_less_as_it_did_elsewhere(ctx: Context, store: Store) -> None:
+    def with_model(**model: Any) -> dict[str, Any]:
+        return spec_of(train__learner="torch", **{f"model__{name}": value for name, value in model.items()})
+
+    await ran(store, with_model(), 1, worker_s=40.0, running_s=20.0)
+    await ran(store, with_model(base="other/model"), 2, worker_s=40.0, running_s=40.0)
+    await ran(store, with_model(base="other/model", lora=LORA), 3, worker_s=40.0, running_s=30.0)
+    found = await estimated(ctx, with_model(lora=LORA))
+    assert found is not None and found["seconds"] == pytest.approx(75.0)
+    assert found["basis"].endswith("times 0.75 for LoRA instead of all weights")
+
+
+async def test_what_nothing_like_it_has_run_is_simulated_by_its_own_durations(ctx: Context) -> None:
+    own = {"rollout__engine": "toy", "rollout__toy": {"seconds_per_token": 0.01}, "rollout__max_tokens": 100}
+    own |= {"train__learner": "simulated", "train__simulated_step_s": 0.5, "rollout__max_turns": 1}
+    own |= {"algorithm__max_staleness": 0, "algorithm__group_size": 2, "algorithm__groups_per_batch": 2}
+    found = await estimated(ctx, spec_of(**own))
+    assert found is not None and found["like"] == [] and found["basis"].startswith("simulated, for no job like it")
+    assert found["seconds"] == pytest.approx(150.0), "each of 100 steps samples for a second and trains for half of one"
+    assert found["seconds_low"] == found["seconds_high"] == found["seconds"]
+    assert await estimated(ctx, spec_of(**own | {"algorithm__groups_per_batch": 1000})) is None, "too large"
 
 
 async def test_a_sweep_takes_what_all_its_jobs_take(ctx: Context, store: Store) -> None:
@@ -95,7 +154,7 @@ def test_without_a_job_like_it_round_figures_are_assumed_and_said_to_be(ctx: Con
     settings = ctx.settings.model_copy(update={"price_worker_hour": 3.6, "price_currency": "EUR"})
     spec = make_spec(**trained)
     found = rough_estimate(settings, spec, 1)
-    assert found is not None and (found["like"], found["steps"]) == ("", 10)
+    assert found is not None and (found["like"], found["steps"]) == ([], 10)
     assert "assumed" in found["basis"] and "600 M parameters (its name) on a CPU" in found["basis"]
     assert found["worker_s"] == pytest.approx(2 * found["seconds"]), "a trainer and a rollout worker"
     assert found["cost"] == pytest.approx(found["worker_s"] / 1000) and found["currency"] == "EUR"
@@ -114,7 +173,7 @@ async def test_a_validated_spec_has_a_rough_estimate_at_first(ctx: Context, stor
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("opentinker.services.scheduler.jobs.rough_estimate._is_simulated", lambda spec: False)
         rough = await estimated(ctx, spec)
-        assert rough is not None and rough["like"] == "" and in_words(rough).count("assumed") == 1
+        assert rough is not None and rough["like"] == [] and in_words(rough).count("assumed") == 1
         like = await ran(store, spec, 1, worker_s=60.0, running_s=20.0)
         known = await estimated(ctx, spec)
-    assert known is not None and known["like"] == like, "measured times come first"
+    assert known is not None and known["like"] == [like], "measured times come first"
