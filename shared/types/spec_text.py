@@ -16,10 +16,10 @@ def load_spec(path: Path) -> Any:
     try:
         return parse_text(path.read_bytes().decode(), path.suffix)
     except OSError as error:
-        raise SpecError.of("(file)", str(path), error.strerror or str(error)) from None
+        raise SpecError.of(str(path), None, f"cannot be read: {error.strerror or error}") from None
     except ValueError as error:
         kind = "JSON" if path.suffix == ".json" else "TOML"
-        raise SpecError.of("(file)", str(path), f"is not {kind}: {error}") from None
+        raise SpecError.of(str(path), None, f"is not {kind}: {error}") from None
 
 
 def parse_text(text: str, suffix: str) -> Any:

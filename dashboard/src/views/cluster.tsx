@@ -37,7 +37,7 @@ export function Cluster(): JSX.Element {
     <>
       <h1 class="unseen">Cluster</h1>
       <Said problem={workers.problem ?? queues.problem ?? jobs.problem} />
-      {!may && <Empty>Only operators (server:read) see the workers and queues of all tenants.</Empty>}
+      {!may && <Empty>Only operators see the workers and queues of all tenants. What your own jobs wait for is in the list of jobs.</Empty>}
       {workers.value && <Workers workers={workers.value.workers} />}
       <Waiting jobs={jobs.value?.jobs ?? []} more={jobs.value?.more ?? false} />
       {queues.value && <Queues queues={queues.value.queues} />}

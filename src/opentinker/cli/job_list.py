@@ -81,6 +81,15 @@ def jobs(
             help="Count jobs by project, tag, name, state, kind, environment, model or owner.",
         ),
     ] = None,
+    columns: Annotated[
+        str | None,
+        typer.Option(
+            "--columns",
+            metavar="NAME,...",
+            help="Show these: id, name, project, tags, state, step, last (metric), created, reason, kind, environment, "
+            "model, owner, notes, updated, finished.",
+        ),
+    ] = None,
     watch: Annotated[
         bool, typer.Option("--watch", "-w", help="Refresh the list until Ctrl-C; in a pipe, print a line per change.")
     ] = False,
@@ -88,8 +97,9 @@ def jobs(
 ) -> None:
     """List jobs: the running first, then those that wait, then those that are over, each the newest first."""
     _check(states, kinds)
-    from opentinker.cli.views.job_table import columns_of, rows_of, view_of, watch_jobs
+    from opentinker.cli.views.job_table import view_of, watch_jobs
 
+    shown = _columns(columns)
     api = client(url, patience_s=PATIENCE_S if watch else 2.0)
     filters = {"name": name, "notes": notes, "project": project, "environment": environment, "model": model}
     filters |= {"owner": owner, "search": search}
@@ -108,15 +118,29 @@ def jobs(
     empty = "no such job" if chosen else f"no jobs yet; try: {as_typed('submit', 'JOB.toml', *same_server(url))}"
     if watch:
         try:
-            watch_jobs(find, view_of(as_json, empty))
+            watch_jobs(find, view_of(as_json, empty, shown))
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
     elif as_json:
         print_json(find())
     else:
-        found = find()
-        columns = columns_of(found)
-        print_table(columns, rows_of(found, columns), empty=empty, last_below=True)
+        _print_jobs(find(), shown, empty)
+
+
+def _columns(given: str | None) -> list[str]:
+    from opentinker.cli.views.job_table import CELLS
+
+    names = [name.strip() for name in (given or "").split(",") if name.strip()]
+    if unknown := [name for name in names if name not in CELLS]:
+        raise typer.BadParameter(f"--columns: {unknown[0]!r} is unknown; choose from {', '.join(CELLS)}")
+    return names
+
+
+def _print_jobs(found: list[JobSummary], shown: list[str], empty: str) -> None:
+    from opentinker.cli.views.job_table import columns_of, rows_of
+
+    columns = columns_of(found, shown)
+    print_table(columns, rows_of(found, columns), empty=empty, last_below=columns[-1] == "reason")
 
 
 def _print_groups(api: Client, by: str, filters: dict[str, str], as_json: bool) -> None:

@@ -260,6 +260,9 @@ def transcripts(
     say(f"kept episodes: {_counts(found['outcomes'])}")
     for name, games in found["opponents"].items():
         say(f"  against {name or 'others'}: {_counts(games)}")
+    if not found["transcripts"]:
+        where = f" against {opponent}" if opponent else ""
+        say(f"none of them was {outcome}{where}" if outcome else f"none of them is{where or ' of this step'}")
     for one in found["transcripts"]:
         measured = " ".join(f"{name} {value:g}" for name, value in one["metrics"].items())
         result = {1.0: ", won", 0.5: ", drawn", 0.0: ", lost"}.get(one.get("outcome", -1.0), "")

@@ -24,7 +24,7 @@ export function Chat({ job }: { job: JobDetail }): JSX.Element {
   const [problem, setProblem] = useState<Problem | null>(null);
   const stop = useRef<AbortController | null>(null);
   const [busy, setBusy] = useState(false);
-  if (!may) return <Empty>This key does not allow you to use models (inference:use).</Empty>;
+  if (!may) return <Empty>Your key does not allow using models. Sign in with one that has the scope inference:use, such as a member's.</Empty>;
   if (FINAL.includes(job.state)) return <Empty>This job has ended. Clone it to serve the model again.</Empty>;
 
   const adapters = adaptersOf(job);

@@ -148,9 +148,19 @@ export function Episodes({ job, follow, at: first = "" }: { job: JobDetail; foll
       )}
       <Said problem={problem} />
       {!value && !problem && <Empty>Loading…</Empty>}
-      {value?.outcomes && value.step !== null && !value.transcripts?.length && <Empty>No kept episode of this step had this outcome.</Empty>}
+      {value?.outcomes && value.step !== null && !value.transcripts?.length && <Empty>No kept episode of this step had this outcome. Choose another one above, or another step.</Empty>}
       {value?.step === null && (
-        <Empty>{kind === "rollouts" ? "No episodes yet (number per step: rollout.transcripts)." : "No evaluations yet ([validation] in the spec)."}</Empty>
+        <Empty>
+          {kind === "rollouts" ? (
+            <>
+              No episodes yet: some of each training step appear here, as many as <code>rollout.transcripts</code> says.
+            </>
+          ) : (
+            <>
+              No evaluations: a table <code>[validation]</code> in the spec asks for some. <code>opentinker eval {job.id}</code> evaluates checkpoints in a job of its own.
+            </>
+          )}
+        </Empty>
       )}
       {groups(value?.rollouts ?? []).map(([group, episodes]) => (
         <Group key={group} number={group} episodes={episodes} colour={shown} />

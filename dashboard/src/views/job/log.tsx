@@ -6,7 +6,7 @@ import { useHeard } from "../../hooks.ts";
 import { ask, job as path } from "../../lib/api.ts";
 import type { Beside, Follow } from "../../lib/live/follow.ts";
 import type { Event, Json, JobDetail } from "../../lib/types.ts";
-import { clock, moment } from "../../lib/words.ts";
+import { clock, counted, moment } from "../../lib/words.ts";
 import { Empty, Select } from "../../parts.tsx";
 
 interface Line {
@@ -41,11 +41,11 @@ export function Log({ job, follow }: { job: JobDetail; follow: Follow | null }):
         <input type="search" placeholder="Search the log…" aria-label="Search the log" value={text} onInput={(event) => setText(event.currentTarget.value)} />
         <Select label="Level" value={level} of={LEVELS.slice(1).map((one) => [one, `${one} and above`])} choose={setLevel} />
         <small class="dim">
-          {shown.length} lines{shown.length > SHOWN ? `, showing the last ${SHOWN}` : ""}
+          {counted(shown.length, "line")}{shown.length > SHOWN ? `, showing the last ${SHOWN}` : ""}
           {lines.length === KEPT ? `; for older ones: opentinker logs ${job.id}` : ""}
         </small>
       </div>
-      {shown.length === 0 && <Empty>No log lines yet.</Empty>}
+      {shown.length === 0 && <Empty>{lines.length ? "No line matches: search for other words, or choose a lower level." : "No lines yet: services write here while they work on the job."}</Empty>}
       <ol class="card log" tabIndex={0} aria-label="Log">
         {shown.slice(-SHOWN).map((line) => (
           <li key={line.key} class={line.level}>

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from opentinker.cli.common import ago, table_lines
 from opentinker.cli.views.watch import PLAIN_LINES, LineView
-from opentinker.sdk.job_text import reason_of
+from opentinker.sdk.job_text import on_one_line, reason_of
 from opentinker.shared.types.core import ENDLESS
 from opentinker.shared.types.errors import plural
 
@@ -42,22 +42,21 @@ def watch_jobs(find: Callable[[], Sequence[JobSummary]], view: TableView, rounds
         view.close()
 
 
-def view_of(as_json: bool, empty: str) -> TableView:
-    """The view that suits stdout: lines unless it is a capable terminal."""
+def view_of(as_json: bool, empty: str, chosen: Sequence[str] = ()) -> TableView:
+    """The view that suits stdout: lines unless it is a capable terminal. `chosen`: columns of the table."""
     from rich.console import Console
 
     if as_json:
         return JsonLines(sys.stdout)
     console = Console()
-    return (
-        LiveTable(console, empty) if console.is_terminal and not console.is_dumb_terminal else ChangeLines(sys.stdout)
-    )
+    if console.is_terminal and not console.is_dumb_terminal:
+        return LiveTable(console, empty, chosen)
+    return ChangeLines(sys.stdout)
 
 
-def columns_of(jobs: Sequence[JobSummary]) -> list[str]:
-    """Return COLUMNS without those in which no job has anything."""
-    empty = {"project"} - {"project" for job in jobs if job["project"]} | {"tags"} - {"tags" for j in jobs if j["tags"]}
-    return [name for name in COLUMNS if name not in empty]
+def columns_of(jobs: Sequence[JobSummary], chosen: Sequence[str]) -> Sequence[str]:
+    """Return the chosen columns, or USUAL without those in which no job has anything."""
+    return chosen or [name for name in USUAL if name not in MAY_BE_EMPTY or any(CELLS[name](job) for job in jobs)]
 
 
 def rows_of(jobs: Sequence[JobSummary], columns: Sequence[str]) -> list[list[Any]]:
@@ -72,6 +71,18 @@ def step_of(job: JobSummary) -> str:
     return f"{job['step']}/{job['steps'] or '?'}"
 
 
+def last_of(job: JobSummary) -> str:
+    """Return `reward/mean 0.3125`: the first metric of the newest step, of several policies the first of each."""
+    reports = job["progress"].get("policies") or {"": job["progress"]}
+    numbers = {
+        policy: next(
+            (pair for pair in own.items() if isinstance(pair[1], float | int) and pair[0] != "step_seconds"), None
+        )
+        for policy, own in reports.items()
+    }
+    return ", ".join(f"{policy} {pair[0]} {pair[1]:.4g}".strip() for policy, pair in numbers.items() if pair)
+
+
 CELLS: dict[str, Callable[[JobSummary], object]] = {
     "id": lambda job: job["id"],
     "name": lambda job: job["name"],
@@ -79,19 +90,28 @@ CELLS: dict[str, Callable[[JobSummary], object]] = {
     "tags": lambda job: ", ".join(job["tags"]),
     "state": lambda job: job["state"],
     "step": step_of,
+    "last": last_of,
     "created": lambda job: ago(job["created"]),
     "reason": reason_of,
+    "kind": lambda job: job["kind"],
+    "environment": lambda job: job["environment"] or "",
+    "model": lambda job: job["model"],
+    "owner": lambda job: job["key"],
+    "notes": lambda job: on_one_line(job["notes"]),
+    "updated": lambda job: ago(job["updated"]),
+    "finished": lambda job: ago(job["finished"]) if job["finished"] else "",
 }
-COLUMNS = tuple(CELLS)
+USUAL = ("id", "name", "project", "tags", "state", "step", "last", "created", "reason")
+MAY_BE_EMPTY = ("project", "tags", "last")
 
 
 class LiveTable:
     """The table with the time of the last update above it; rows beyond the terminal's height are counted."""
 
-    def __init__(self, console: Console, empty: str) -> None:
+    def __init__(self, console: Console, empty: str, chosen: Sequence[str]) -> None:
         from rich.live import Live
 
-        self._console, self._empty = console, empty
+        self._console, self._empty, self._chosen = console, empty, chosen
         self._live = Live(console=console, auto_refresh=False)
         self._live.start()
 
@@ -100,8 +120,12 @@ class LiveTable:
 
         width, height = self._console.size
         lines = [f"{plural(len(jobs), 'job')} at {time.strftime('%H:%M:%S')}; Ctrl-C ends"]
-        columns = columns_of(jobs)
-        table = list(table_lines(columns, rows_of(jobs, columns), width, last_below=True)) if jobs else [self._empty]
+        columns = columns_of(jobs, self._chosen)
+        table = (
+            list(table_lines(columns, rows_of(jobs, columns), width, last_below=columns[-1] == "reason"))
+            if jobs
+            else [self._empty]
+        )
         room = max(2, height - 2)
         lines += table if len(table) <= room else [*islice(table, room - 1), f"... {len(table) - room + 1} more lines"]
         self._live.update(Text("\n".join(lines), no_wrap=True, overflow="crop"), refresh=True)
