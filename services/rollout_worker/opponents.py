@@ -6,16 +6,16 @@ side by side; the weights of another one are loaded, from the trainer's director
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import structlog
 
 from opentinker.services.rollout_worker.engines.base import EngineError, EngineLost, SwapError
+from opentinker.services.rollout_worker.engines.weight_turns import WeightTurns
 from opentinker.services.rollout_worker.episode_protocol import EpisodeFailed
 from opentinker.services.rollout_worker.seat_map import LoadedPolicy
 from opentinker.shared.asyncio_tools import finish_uncancelled
@@ -27,77 +27,24 @@ from opentinker.shared.types.pools import members_of
 log = structlog.get_logger()
 
 
-@dataclass(eq=False)
-class _Waiting:
-    """A group that waits for its member."""
-
-    member: str
-    number: int
-    """In the order of arrival."""
-    woken: asyncio.Event = field(default_factory=asyncio.Event)
-
-
 class PoolEngine:
-    """Lets groups in by member. Nobody waits forever: once a group waits for another member, those that come later for
-    the loaded one wait behind it."""
+    """Lets groups in by member (`engines/weight_turns.py`)."""
 
     def __init__(self, policy: LoadedPolicy, pool: str, root: Path, loaded: Callable[[float], None]) -> None:
         """`policy`: as which its members play; `root`: directory of the members; `loaded(seconds)` is called after each
         change of the weights."""
         self._policy, self._pool, self._root, self._report = policy, pool, root, loaded
-        self._member = ""
-        """Player whose weights the engine has; empty: it is unknown."""
-        self._players = 0
-        self._loading = False
-        self._waiting: list[_Waiting] = []
-        self._arrived = self._opened = 0
-        """Groups that have arrived, and those that had when the member was loaded."""
+        self._turns = WeightTurns(self._load)
 
     @contextlib.asynccontextmanager
     async def playing(self, member: str) -> AsyncIterator[LoadedPolicy]:
         """Give the member as a player, who stays the same until the end of the body. Raises EngineError, SwapError."""
-        await self._enter(member)
-        try:
+        async with self._turns.using(member):
             yield replace(self._policy, name=pool_player(self._pool, member))
-        finally:
-            self._players -= 1
-            self._wake()
-
-    async def _enter(self, member: str) -> None:
-        self._arrived += 1
-        own = _Waiting(member, self._arrived)
-        self._waiting.append(own)
-        try:
-            while not self._may_enter(own):
-                own.woken.clear()
-                await own.woken.wait()
-            if self._member != member:
-                await self._load(member)
-            self._players += 1
-        finally:
-            self._waiting.remove(own)
-            self._wake()
-
-    def _may_enter(self, own: _Waiting) -> bool:
-        if self._loading:
-            return False
-        welcome = [one for one in self._waiting if one.member == self._member and one.number <= self._opened]
-        before = [one for one in self._waiting if one.number < own.number and one not in welcome]
-        if self._member != own.member:
-            return not (self._players or before or welcome)
-        return own in welcome or all(one.member == own.member for one in before)
-
-    def _wake(self) -> None:
-        for one in self._waiting:
-            one.woken.set()
 
     async def _load(self, member: str) -> None:
-        began, self._member, self._loading = time.monotonic(), "", True
-        try:
-            await finish_uncancelled(self._policy.engine.load(WeightVersion.parse(member), self._root / member))
-            self._member, self._opened = member, self._arrived
-        finally:
-            self._loading = False
+        began = time.monotonic()
+        await finish_uncancelled(self._policy.engine.load(WeightVersion.parse(member), self._root / member))
         self._report(time.monotonic() - began)
 
 

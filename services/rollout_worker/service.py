@@ -115,6 +115,7 @@ def make_engine(
         max_concurrent=min(_most_requests(spec, len(policies)), MAX_SEQUENCES),
         stop_strings=serves or bool(spec.rollout.stop) or may_name_stops(spec.environment.name),
         adapters=_adapter_limits(spec, adapters, policies),
+        scores_prompts=spec.kind == "tinker",
         one_by_one=spec.train.deterministic,
         sharing=sharing,
         tensor_parallel=engine_ranks(spec),
@@ -144,13 +145,14 @@ def _adapter_limits(
     from opentinker.services.rollout_worker.engines.vllm_config import AdapterLimits
 
     if spec.kind == "tinker":
+        if spec.tinker.full_weights:
+            return None
         why = "each request names its adapter"
         return AdapterLimits(
             rank=spec.tinker.max_rank,
             at_once=spec.tinker.max_adapters,
             beside_base=True,
             separate_because=why,
-            scores_prompts=True,
         )
     if adapters:
         return AdapterLimits(rank=max(adapter.rank for adapter in adapters), at_once=len(adapters), beside_base=True)

@@ -179,7 +179,8 @@ class SharedBase:
         model = BaseModel(spec.model.base, spec.model.dtype)
         # Not measured: the largest pass takes minutes on a CPU, and the operator has said how many jobs there are.
         clients = spec.tinker.max_adapters if spec.kind == "tinker" else 0
-        return BankLoop(AdapterBank(model, store, limits, slots=max(self._ctx.settings.bank_jobs, clients)))
+        slots = 1 if spec.tinker.full_weights else max(self._ctx.settings.bank_jobs, clients)
+        return BankLoop(AdapterBank(model, store, limits, slots=slots))
 
 
 def _fingerprint(base: str) -> Files:

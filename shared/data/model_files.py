@@ -35,6 +35,16 @@ def parameters_in(directory: Path) -> float:
     return weights / (2 if halves else 4)
 
 
+def weight_files(directory: Path) -> list[Path]:
+    """Return the files with the weights of a model or an adapter: where there is an index, or one file for all, others
+    repeat them in another layout. Raises OSError, ValueError for an index that is none."""
+    index = next(iter(sorted(directory.glob(INDEX))), None)
+    if index is not None:
+        return [directory / name for name in sorted(set(_read(index)["weight_map"].values()))]
+    whole = directory / "model.safetensors"
+    return [whole] if whole.exists() else sorted(directory.glob("*.safetensors"))
+
+
 def code_in(directory: Path) -> str | None:
     """Return why the configuration in a directory is refused; None if it is not. Blocking."""
     for name in CONFIGS:

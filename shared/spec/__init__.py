@@ -142,7 +142,8 @@ class JobSpec(SpecPart):
     from preferences between two completions. sft and dpo use [data], and neither [environment], [algorithm], [rollout]
     nor their dependent tables. `inference`: serves an OpenAI-compatible endpoint without training; uses [serving], and
     engine, toy, context_length and lora of [rollout]. `eval`: plays an environment with fixed weights as [evaluation]
-    says. `tinker`: serves the Tinker API, whose clients train adapters of model.base themselves; see docs/tinker.md."""
+    says. `tinker`: serves the Tinker API, whose clients train adapters of model.base, or all its weights, themselves;
+    see docs/tinker.md."""
     model: ModelSpec
     environment: EnvironmentSpec = NO_ENVIRONMENT
     algorithm: AlgorithmSpec = AlgorithmSpec()

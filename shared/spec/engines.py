@@ -138,7 +138,10 @@ def engine_policies(spec: JobSpec) -> list[EnginePolicy]:
 
 def bank_of(spec: Mapping[str, Any]) -> str:
     """Return what jobs must have in common to share a trainer, from a stored spec; empty if its trainer is its own."""
-    return base_of(spec) if spec["resources"].get("trainer") == "shared" else ""
+    if spec["resources"].get("trainer") != "shared":
+        return ""
+    full = (spec.get("tinker") or {}).get("full_weights", False)
+    return base_of(spec) + (", all weights" if full else "")
 
 
 def base_of(spec: Mapping[str, Any]) -> str:

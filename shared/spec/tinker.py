@@ -22,6 +22,10 @@ ANYBODY = "*"
 class TinkerSpec(SpecPart):
     max_rank: Annotated[int, Field(ge=1, le=64)] = 32
     """Largest rank of a client's adapter. Rollout workers reserve the room of this rank for each of max_adapters."""
+    full_weights: bool = False
+    """Clients train all weights of models instead of adapters: create_model without a lora_config, or with rank 0. The
+    job has a shared trainer to itself, which holds one model at a time, and a rollout worker samples from one at a
+    time."""
     max_adapters: Annotated[int, Field(ge=1, le=64)] = 8
     """Adapters that one batch of a rollout worker samples with; others wait for their turn."""
     max_concurrent: Annotated[int, Field(ge=1, le=256)] = 64
@@ -50,6 +54,13 @@ def settle_tinker(spec: JobSpec) -> list[dict[str, Any]]:
     if spec.model.lora is not None:
         problem = f"{by}: clients choose rank and layers; tinker.max_rank bounds them"
         found.append(mistake("model.lora", spec.model.lora.model_dump(), problem))
+    if spec.tinker.full_weights:
+        default = TinkerSpec()
+        found += [
+            mistake(f"tinker.{name}", value, "does not apply with tinker.full_weights: there are no adapters")
+            for name in ("max_rank", "max_adapters")
+            if (value := getattr(spec.tinker, name)) != getattr(default, name)
+        ]
     if spec.model.fp32_head:
         found.append(mistake("model.fp32_head", True, f"{by}: the base is shared with other jobs"))
     found += [one for one in nothing_trained(spec) if one["field"] not in ("model.lora", "start.optimizer")]

@@ -3,9 +3,9 @@
 gateway --COMMAND--> trainer, gateway --SAMPLE--> rollout worker; both keep the answer in Redis (`state/tinker.py`) and
 send ANSWERED, for which gateways wait.
 
-A *model* is an adapter of the base of a job of kind `tinker`. The client numbers its commands (`seq`, dense, from 0,
-which creates it), and they are carried out in that order. Arrays are little-endian bytes: N tokens of a datum, K
-targets of each of its positions.
+A *model* is an adapter of the base of a job of kind `tinker`, or all weights of it. The client numbers its commands
+(`seq`, dense, from 0, which creates it), and they are carried out in that order. Arrays are little-endian bytes: N
+tokens of a datum, K targets of each of its positions.
 """
 
 from __future__ import annotations
@@ -32,10 +32,21 @@ def tinker_place(data_dir: Path, model: str) -> Path:
 
 
 class LoraShape(msgspec.Struct, frozen=True, kw_only=True):
+    """What of a model is trained."""
+
     rank: int
+    """0: there is no adapter, and all weights are trained."""
     seed: int = 0
     train_mlp: bool = True
     train_attn: bool = True
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all weights are trained."""
+        return self.rank == 0
+
+    def __str__(self) -> str:
+        return "all weights" if self.is_full else f"rank {self.rank}"
 
 
 class Datum(msgspec.Struct, frozen=True, kw_only=True):

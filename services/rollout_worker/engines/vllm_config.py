@@ -56,8 +56,6 @@ class AdapterLimits:
     """`auto` and `merged`: there is one adapter, which may be merged into the base."""
     separate_because: str = ""
     """Why there is no choice."""
-    scores_prompts: bool = False
-    """Requests ask for log-probabilities of long prompts."""
 
 
 def context_limit(config: PretrainedConfig) -> int:
@@ -78,7 +76,7 @@ def cpu_kv_bytes(config: PretrainedConfig, dtype: str, context: int, concurrent:
     return int(max(2 * one, min(one * concurrent // 4, int(memory_bytes() * CPU_KV_SHARE / ranks)), CPU_KV_FLOOR))
 
 
-def lora_arguments(limits: AdapterLimits, on_cpu: bool, context: int) -> dict[str, Any]:
+def lora_arguments(limits: AdapterLimits, on_cpu: bool) -> dict[str, Any]:
     """Return arguments for adapters in vLLM's layers: limits per batch and in memory."""
     at_once, held = limits.at_once, 2 * limits.at_once
     if limits.beside_base:
@@ -88,7 +86,6 @@ def lora_arguments(limits: AdapterLimits, on_cpu: bool, context: int) -> dict[st
         "max_lora_rank": lora_rank_limit(limits.rank),
         "max_loras": at_once,
         "max_cpu_loras": held,
-        "long_prefill_token_threshold": min(SCORED_TOKENS, context) if limits.scores_prompts else 0,
     }
 
 

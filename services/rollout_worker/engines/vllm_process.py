@@ -60,6 +60,7 @@ from opentinker.services.rollout_worker.engines import ended_children  # noqa: E
 from opentinker.services.rollout_worker.engines.shards import add_by_gloo, together  # noqa: E402
 from opentinker.services.rollout_worker.engines.vllm_config import (  # noqa: E402
     MAX_DEFAULT_CONTEXT,
+    SCORED_TOKENS,
     AdapterLimits,
     context_limit,
     cpu_kv_bytes,
@@ -96,6 +97,7 @@ class VllmProcess:
         context_length: int | None = None,
         max_concurrent: int = 256,
         stop_strings: bool = False,
+        scores_prompts: bool = False,
         adapters: AdapterLimits | None = None,
         seed: int | None = None,
         one_by_one: bool = False,
@@ -107,9 +109,10 @@ class VllmProcess:
         sleeps: bool = False,
     ) -> None:
         """`context_length` None: the model's limit, at most 4096. `stop_strings`: requests will contain some, so a
-        tokenizer is needed. `seed`: of requests without one; None draws it, so that workers differ. `sharing`: engines
-        that share `gpu_share` of the GPU's memory in equal parts. `sleeps`: the memory can be given back for a time.
-        `tensor_parallel`: processes (ranks) that each hold a part of every layer, on a GPU each where there are GPUs.
+        tokenizer is needed. `scores_prompts`: they ask for log-probabilities of long prompts. `seed`: of requests
+        without one; None draws it, so that workers differ. `sharing`: engines that share `gpu_share` of the GPU's
+        memory in equal parts. `sleeps`: the memory can be given back for a time. `tensor_parallel`: processes (ranks)
+        that each hold a part of every layer, on a GPU each where there are GPUs.
 
         `one_by_one`: a request's log-probabilities do not depend on other requests. In a batch they do: the order of
         summation depends on the number of rows.
@@ -118,7 +121,7 @@ class VllmProcess:
         for one policy."""
         self.model = model
         self.context_length = context_length or 0
-        self.stop_strings = stop_strings
+        self.stop_strings, self._scores_prompts = stop_strings, scores_prompts
         self.broken = ""
         """Reason why no call can succeed: the process is dead, or its weights are half loaded."""
         self.users: Counter[int] = Counter()
@@ -142,7 +145,7 @@ class VllmProcess:
         self._seed = secrets.randbelow(1 << 31) if seed is None else seed
         self._llm: AsyncLLM | None = None
         self._warm, self._stays, self._calls = warm, stays, 0
-        limits = context_length, max_concurrent, stop_strings, adapters
+        limits = context_length, max_concurrent, stop_strings, scores_prompts, adapters
         self._arguments = dtype, fp32_head, *limits, one_by_one, sharing, tensor_parallel, gpu_share, sleeps
         self._key: Key | None = None
         self._has_sampled = False
@@ -313,6 +316,8 @@ class VllmProcess:
             "weight_transfer_config": WeightTransferConfig(backend="opentinker"),
             "worker_extension_cls": "opentinker.services.rollout_worker.engines.vllm_worker_extension.WeightsExtension",
         }
+        if self._scores_prompts:
+            arguments["long_prefill_token_threshold"] = min(SCORED_TOKENS, self.context_length)
         if self._one_by_one:
             arguments["enable_prefix_caching"] = False  # a cached prefix makes a shorter, differently rounded prefill
         if config.model_type in VISION_FAMILIES:  # images come processed; a tokenizer is asked for all the same
@@ -328,7 +333,7 @@ class VllmProcess:
         if self._adapters is not None:
             self.separate_because = why_separate(self.model, config, self._adapters, self._dtype, on_cpu)
             self.merges = not self.separate_because and self._adapters.serving != "adapter"
-            arguments |= {} if self.merges else lora_arguments(self._adapters, on_cpu, self.context_length)
+            arguments |= {} if self.merges else lora_arguments(self._adapters, on_cpu)
         if on_cpu:
             arguments |= {
                 "enforce_eager": True,

@@ -30,6 +30,7 @@ from opentinker.services.rollout_worker.engines import prompt_logits, seeded_pre
 from opentinker.services.rollout_worker.engines.merged_adapter import MergeableBase, Pair, pairs_of
 from opentinker.services.rollout_worker.engines.packed_layers import pack
 from opentinker.services.rollout_worker.engines.shards import SharedBuckets, held_sums, sent_sum
+from opentinker.shared.data.model_files import weight_files
 from opentinker.shared.nn.buckets import bucket_sizes, fingerprint, unpack
 from opentinker.shared.nn.transport import WeightGroup
 from opentinker.shared.types.errors import TransportError
@@ -161,7 +162,7 @@ class BucketEngine(WeightTransferEngine[GroupInfo, VersionInfo]):  # type: ignor
     def read_weights(self, directory: Path, scale: float | None) -> None:
         """Stage the weights of a checkpoint directory, or its adapter; the model is not touched."""
         self.manifest, self.buckets, self.scale = [], [], scale
-        for path in sorted(directory.glob("*.safetensors")):
+        for path in weight_files(directory):
             for name, tensor in load_file(path).items():
                 dtype = str(tensor.dtype).removeprefix("torch.")
                 self.manifest.append(TensorInfo(name, dtype, list(tensor.shape)))

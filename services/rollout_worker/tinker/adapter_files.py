@@ -1,5 +1,5 @@
-"""Looks at the files of an adapter before an engine loads them: a damaged one must not reach those that share the
-engine. Blocking."""
+"""Looks at the files of an adapter, or of all weights, before an engine loads them: a damaged one must not reach those
+that share the engine. Blocking."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import orjson
 
 from opentinker.services.rollout_worker.engines.base import EngineError
-from opentinker.shared.data.model_files import LENGTH_BYTES, code_in, unsafe_weights_in
+from opentinker.shared.data.model_files import LENGTH_BYTES, code_in, unsafe_weights_in, weight_files
 from opentinker.shared.data.safetensors_header import MAX_HEADER_BYTES
 from opentinker.shared.types.error_text import first_line
 from opentinker.shared.types.manifest import ADAPTER
@@ -19,6 +19,11 @@ CONFIG = "adapter_config.json"
 DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 BF16_EXPONENT = 0x7F80
 """Bits of a bfloat16 that are all set in infinities and NaN."""
+
+NOT_FINITE = (
+    "has values that are not finite, such as in {}: go back to an earlier checkpoint, and train with a smaller "
+    "learning rate"
+)
 
 
 class AdapterGone(EngineError):
@@ -43,10 +48,21 @@ def check_adapter(directory: Path, max_rank: int) -> None:
     if rank > max_rank:
         raise AdapterRefused(f"the adapter has rank {rank}, and this server takes {max_rank} at most (tinker.max_rank)")
     if spoiled:
-        raise AdapterRefused(
-            f"the adapter has values that are not finite, such as in {spoiled}: go back to an earlier checkpoint, and "
-            "train with a smaller learning rate"
-        )
+        raise AdapterRefused(f"the adapter {NOT_FINITE.format(spoiled)}")
+
+
+def check_full(directory: Path) -> None:
+    """Likewise, of a model with all its weights."""
+    if not directory.is_dir():
+        raise AdapterGone(f"the weights in {directory} were removed")
+    if why := code_in(directory) or unsafe_weights_in(directory):
+        raise AdapterRefused(f"the model {why}")
+    try:
+        spoiled = next((name for path in weight_files(directory) if (name := _spoiled_in(path))), "")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise AdapterRefused(f"the weights cannot be read: {first_line(error)}; save them again") from None
+    if spoiled:
+        raise AdapterRefused(f"the model {NOT_FINITE.format(spoiled)}")
 
 
 def _spoiled_in(path: Path) -> str:

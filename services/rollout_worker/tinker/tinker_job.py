@@ -1,7 +1,8 @@
-"""Jobs of kind `tinker`: draws the samples that clients of the Tinker API ask for, with the base or with an adapter.
+"""Jobs of kind `tinker`: draws the samples that clients of the Tinker API ask for, with the base, with an adapter, or
+with a model of which all weights were trained.
 
 intake        consumes SAMPLE (intake.py), starts sample tasks
-sample task   loads the adapter that is named, draws the samples side by side, each when it is its tenant's turn, keeps
+sample task   loads the weights that are named, draws the samples side by side, each when it is its tenant's turn, keeps
               the answer in Redis, produces ANSWERED, then acks the request
 report loop   produces METRIC once a second
 timeline      produces TIMELINE once a second
@@ -22,6 +23,7 @@ from redis.exceptions import ResponseError
 from opentinker.services.rollout_worker.engines.base import Completion, Engine, EngineError, EngineLost
 from opentinker.services.rollout_worker.tinker.adapter_cache import AdapterCache
 from opentinker.services.rollout_worker.tinker.adapter_files import AdapterGone, AdapterRefused
+from opentinker.services.rollout_worker.tinker.full_models import FullModels
 from opentinker.services.rollout_worker.tinker.intake import Intake
 from opentinker.services.rollout_worker.tinker.samples import problem_of, prompt_of, sampled_of, sampling_of
 from opentinker.services.rollout_worker.tinker.shared_lock import SharedLock
@@ -36,6 +38,7 @@ from opentinker.shared.runtime.timeline import Lanes
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.state.tinker import TinkerStore
 from opentinker.shared.state.tinker_requests import Losses
+from opentinker.shared.state.tinker_spent import TinkerSpent
 from opentinker.shared.types.core import Lease
 from opentinker.shared.types.tinker import Answer, Answered, Failed, Sampled, SampleRequest
 
@@ -46,6 +49,12 @@ SUSPECT_LOSSES = 5
 """A request that was in progress in so many workers that were lost is drawn without others from then on."""
 MAX_LOSSES_ALONE = 3
 """One that so many workers were lost by then is answered with an error: it is what kills them."""
+
+CRASHES = (
+    "no samples were drawn: {} workers crashed or were killed during this request, the last {} while they drew nothing "
+    "else. If machines were stopped, send it again; if not, the request may be too large for them: ask for fewer "
+    "samples at a time, a lower max_tokens, or a shorter prompt"
+)
 
 
 @dataclass
@@ -66,8 +75,12 @@ class TinkerJob:
         every third of it."""
         self.worker, self.lease, self.spec, self.engine, self.ack_wait_s = worker, lease, spec, engine, ack_wait_s
         self.bus = worker.ctx.bus
-        self.store = TinkerStore(worker.ctx.store.redis)
-        self.adapters = AdapterCache(engine, spec.tinker.max_adapters, spec.tinker.max_rank)
+        self.store, self.spent = TinkerStore(worker.ctx.store.redis), TinkerSpent(worker.ctx.store.redis)
+        self.adapters: AdapterCache | FullModels
+        if spec.tinker.full_weights:
+            self.adapters = FullModels(engine, spec.model.base)
+        else:
+            self.adapters = AdapterCache(engine, spec.tinker.max_adapters, spec.tinker.max_rank)
         self.turns = Turns(spec.tinker.max_concurrent)
         self.intake = Intake(self.bus, lease.job, self.turns, ack_wait_s, self._start, lambda: worker.ending)
         self.running = 0
@@ -156,29 +169,34 @@ class TinkerJob:
                         result: Sampled | Failed = _fault("it cannot be read by this release of the server")
                     else:
                         result = await self._try(request, undrawn, is_first=delivery.deliveries == 1)
-                    await self._keep(id, result)
+                    await self._keep(id, result, request)
         finally:
             self.current.discard(id)
 
-    async def _keep(self, id: str, result: Sampled | Failed) -> None:
+    async def _keep(self, id: str, result: Sampled | Failed, request: SampleRequest | None) -> None:
+        """Keep the answer unless there is one, count its tokens, and tell who waits for it."""
         if isinstance(result, Failed):
             self.meter.counts["serving/refused"] += 1
             log.info("sample_failed", category=result.category, error=result.error)
         else:
             self.meter.counts["serving/answers"] += 1
         try:
-            await self.store.answer(Answer(request=id, result=result))
+            is_kept = await self.store.answer(Answer(request=id, result=result))
         except ResponseError as error:
             log.exception("answer_not_kept")
             result = _fault(f"Redis does not take the answer ({error}); ask for fewer samples at a time")
-            await self.store.answer(Answer(request=id, result=result))
+            is_kept = await self.store.answer(Answer(request=id, result=result))
         await self.bus.emit(ANSWERED, Answered(request=id), job=self.lease.job)
+        if is_kept and request is not None and isinstance(result, Sampled):
+            drawn = sum(len(one.tokens) // 4 for one in result.sequences)
+            counts = {"sampling_prefill": len(request.prompt) // 4, "sampling_sample": drawn}
+            await self.spent.add(request.tenant, id.partition(":")[0], self.spec.model.base, counts)
 
     async def _try(self, request: SampleRequest, undrawn: Undrawn, *, is_first: bool) -> Sampled | Failed:
         """Draw, beside others unless the request is a suspect. Raises EngineLost."""
         lost = Losses() if is_first else await self.store.losses(request.request)
         if lost.alone >= MAX_LOSSES_ALONE:
-            return _fault(f"{lost.beside + lost.alone} workers were lost with it, the last {lost.alone} without others")
+            return Failed(error=CRASHES.format(lost.beside + lost.alone, lost.alone), category="server")
         alone = lost.beside >= SUSPECT_LOSSES
         if alone:
             log.warning("drawn_alone", losses=lost.beside, alone=lost.alone)

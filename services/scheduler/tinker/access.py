@@ -37,6 +37,14 @@ from opentinker.shared.types.tinker import (
 FRESH_S = 1.0
 """So old may the state of a Tinker server be."""
 LONGEST_PATH = 4096
+ADAPTERS_ALONE = (
+    "has a server here that trains adapters: pass a lora_config with a rank above 0, or start a server whose clients "
+    "train all weights (kind = 'tinker', tinker.full_weights = true)"
+)
+FULL_ALONE = (
+    "has a server here that trains all weights: create the model with rank 0, or start a server for adapters (kind = "
+    "'tinker')"
+)
 ID = re.compile(r"s-[0-9a-f]{20}(:(train|sampler):[0-9]{1,16})?")
 """Ids of sessions, models and samplers."""
 PATH = re.compile(
@@ -69,16 +77,23 @@ class Access:
         found = [job for job in jobs if settings_of(job).allows(job.tenant, tenant)]
         return sorted(found, key=lambda job: (job.tenant != tenant, job.created))
 
-    async def server_for(self, request: web.Request, base: str) -> JobRecord:
-        """Return a Tinker server for this base. Raises NotFound."""
+    async def server_for(self, request: web.Request, base: str, *, full: bool | None = None) -> JobRecord:
+        """Return a Tinker server for this base; `full`: one whose clients train all weights, or adapters; None: any.
+        Raises NotFound, SpecError."""
+        found = await self._servers_of(request, base)
+        for job in found:
+            if full is None or settings_of(job).full_weights == full:
+                return job
+        raise SpecError.of("base_model", base[:200], ADAPTERS_ALONE if full else FULL_ALONE)
+
+    async def _servers_of(self, request: web.Request, base: str) -> list[JobRecord]:
+        """Return the Tinker servers that a client means by this base. Raises NotFound."""
         servers = await self.servers(request)
-        for job in servers:
-            if base in (base_of(job), shown_base(base_of(job)), job.id):
-                return job
+        if found := [job for job in servers if base in (base_of(job), shown_base(base_of(job)), job.id)]:
+            return found
         where = await self.resolved(base) if servers else base
-        for job in servers:
-            if where == base_of(job) or base == job.name:
-                return job
+        if found := [job for job in servers if where == base_of(job) or base == job.name]:
+            return found
         bases = sorted({shown_base(base_of(job)) for job in servers})
         served = f"served are {', '.join(bases)}" if bases else "start one with `opentinker submit` and kind = 'tinker'"
         raise NotFound(f"no Tinker server for base_model {base[:200]!r} is running that you may use; {served}")

@@ -142,12 +142,14 @@ async def _send(request: web.Request, directory: Path, file: str) -> web.StreamR
 
 
 def _files(directory: Path) -> list[Path]:
-    """Return the files of a checkpoint that are an adapter's; the optimizer's state is not. Raises NotFound."""
+    """Return the files of a checkpoint that are an adapter's, or a model's; the optimizer's state is not. Raises
+    NotFound."""
     try:
         found = sorted(entry.path for entry in os.scandir(directory) if entry.is_file(follow_symlinks=False))
     except OSError:
         raise NotFound("the checkpoint's files are gone") from None
-    return [Path(path) for path in found if Path(path).name.startswith("adapter_")]
+    files = [Path(path) for path in found]
+    return [file for file in files if file.name.startswith("adapter_")] or files
 
 
 def _bytes(file: Path) -> Iterator[bytes]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 
 from opentinker.services.scheduler.tinker.access import Access
+from opentinker.services.scheduler.tinker.billing_api import BillingApi
 from opentinker.services.scheduler.tinker.commands import Commands
 from opentinker.services.scheduler.tinker.downloads_api import DownloadsApi
 from opentinker.services.scheduler.tinker.endings import Endings
@@ -36,6 +37,7 @@ class TinkerGateway:
             SamplingApi(access),
             RunsApi(access),
             DownloadsApi(access),
+            BillingApi(access),
         )
 
     async def run(self) -> None:

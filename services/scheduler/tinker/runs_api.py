@@ -48,9 +48,9 @@ class RunsApi:
             "training_run_id": model.id,
             "base_model": shown_base(model.base),
             "model_owner": model.tenant,
-            "is_lora": True,
+            "is_lora": not model.lora.is_full,
             "corrupted": False,
-            "lora_rank": model.lora.rank,
+            "lora_rank": model.lora.rank or None,
             "last_request_time": when(await self._store.last_used(model.id) or model.created),
             "last_checkpoint": None if training is None else shown(training),
             "last_sampler_checkpoint": None if sampler is None else shown(sampler),
@@ -89,9 +89,9 @@ class RunsApi:
         return json_response(
             {
                 "base_model": shown_base(found.base),
-                "is_lora": True,
+                "is_lora": not found.lora.is_full,
                 "lora_rank": found.lora.rank,
-                "train_unembed": False,
+                "train_unembed": found.lora.is_full,
                 "train_mlp": found.lora.train_mlp,
                 "train_attn": found.lora.train_attn,
             }

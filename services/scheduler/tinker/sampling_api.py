@@ -74,7 +74,7 @@ class SamplingApi:
             raise SpecError.of(
                 "base_model", body.base_model[:200], f"is not the checkpoint's base, {shown_base(found.base)}"
             )
-        job = await self._access.server_for(request, found.base)
+        job = await self._access.server_for(request, found.base, full=found.lora.is_full)
         return Sampler(
             id=id, tenant=tenant, session=session, job=job.id, base=found.base, model=found.model, path=found.path,
             directory=str(self._access.directory(found)), version=f"{found.path}@{found.created:.6f}",

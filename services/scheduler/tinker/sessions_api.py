@@ -53,7 +53,7 @@ FLAGS: dict[str, Any] = {
 """Each sample that a client waits for holds a connection, and the server has 1024 for one address. The command
 line of 0.38 is aborted at its end now and then by its default transport: 2 runs of 25 with it, none of 25 without."""
 DYNAMIC_FLAGS: dict[str, Any] = {"refresh_interval_sec": 300, "sample_cancel_enabled": True}
-UNEMBED = "The output layer is not trained (train_unembed); attention and MLP layers are."
+UNEMBED = "Adapters leave the output layer as it is (train_unembed); they train attention and MLP layers."
 FINISHED = {"success", "errored", "interrupted"}
 
 SEARCHED, SEARCHED_AT_ONCE = 2000, 200

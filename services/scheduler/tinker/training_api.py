@@ -65,9 +65,7 @@ from opentinker.shared.types.tinker import (
 
 JSON = "application/json"
 YEARS_S = 10 * 366 * 86400.0
-WHOLE_WEIGHTS = (
-    "is missing; models here are LoRA adapters: give it a rank, or train all weights in a job without model.lora"
-)
+FULL = LoraShape(rank=0)
 LARGE_AT_ONCE = 4
 """Large bodies that are read and parsed at the same time: a parsed one takes ten times its bytes."""
 
@@ -85,18 +83,17 @@ class TrainingApi:
 
     @Route("POST", "/api/v1/create_model", Action.JOBS_WRITE, takes=JSON)
     async def create_model(self, request: web.Request) -> web.Response:
-        """Create a model: an adapter that a Tinker server trains (Tinker)."""
+        """Create a model that a Tinker server trains: an adapter, or without lora_config all weights (Tinker)."""
         body = await read_body(request, ModelBody)
         session = await self._access.session(request, body.session_id)
         refuse_optimizer(body.optimizer_config)
-        if body.lora_config is None:
-            raise SpecError.of("lora_config", None, WHOLE_WEIGHTS)
-        job = await self._access.server_for(request, body.base_model)
         id = f"{session.id}:train:{seq_of('model_seq_id', body.model_seq_id)}"
-        given = body.lora_config
-        lora = LoraShape(
-            rank=given.rank, seed=_seed(id, given.seed), train_mlp=given.train_mlp, train_attn=given.train_attn
-        )
+        given, lora = body.lora_config, FULL
+        if given is not None and given.rank != 0:
+            lora = LoraShape(
+                rank=given.rank, seed=_seed(id, given.seed), train_mlp=given.train_mlp, train_attn=given.train_attn
+            )
+        job = await self._access.server_for(request, body.base_model, full=lora.is_full)
         model = self._model(request, id, job, lora, body.user_metadata)
         return json_response(await self._create(request, model, Create(lora=lora)))
 
@@ -110,8 +107,8 @@ class TrainingApi:
         async def load(body: LoadBody, model: TinkerModel, _: int) -> Body:
             checkpoint = await self._loadable(request, body)
             if (checkpoint.base, checkpoint.lora.rank) != (model.base, model.lora.rank):
-                has = f"base {checkpoint.base}, rank {checkpoint.lora.rank}"
-                problem = f"has {has}, and the model base {model.base}, rank {model.lora.rank}; create a model from it"
+                has = f"base {checkpoint.base}, {checkpoint.lora}"
+                problem = f"has {has}, and the model base {model.base}, {model.lora}; create a model from it"
                 raise SpecError.of("path", body.path[:200], problem)
             return Load(path=body.path, directory=self._place(checkpoint), optimizer=body.optimizer)
 
@@ -121,7 +118,7 @@ class TrainingApi:
         session = await self._access.session(request, body.session_id or "")
         checkpoint = await self._loadable(request, body)
         base = body.base_model or checkpoint.base
-        job = await self._access.server_for(request, base)
+        job = await self._access.server_for(request, base, full=checkpoint.lora.is_full)
         if base_of(job) != checkpoint.base:
             raise SpecError.of("base_model", base[:200], f"is not the checkpoint's base, {checkpoint.base}")
         id = f"{session.id}:train:{seq_of('model_seq_id', body.model_seq_id)}"
@@ -155,7 +152,7 @@ class TrainingApi:
     ) -> TinkerModel:
         """Raises SpecError."""
         largest = settings_of(job).max_rank
-        if not 1 <= lora.rank <= largest:
+        if not lora.is_full and not 1 <= lora.rank <= largest:
             raise SpecError.of(
                 "lora_config.rank", lora.rank, f"must be 1 to {largest} on this server (tinker.max_rank)"
             )
@@ -191,8 +188,8 @@ class TrainingApi:
                 "model_id": model.id,
                 "model_name": shown_base(model.base),
                 "model_data": {"model_name": shown_base(model.base), "max_context_length": context_of(job)},
-                "is_lora": True,
-                "lora_rank": model.lora.rank,
+                "is_lora": not model.lora.is_full,
+                "lora_rank": model.lora.rank or None,
             }
         )
 
@@ -253,7 +250,7 @@ class TrainingApi:
 
     @Route("POST", "/api/v1/save_weights_external", Action.JOBS_WRITE, takes=JSON)
     async def save_weights_external(self, request: web.Request) -> web.Response:
-        """Save a PEFT adapter to download (Tinker)."""
+        """Save a PEFT adapter, or all weights, to download (Tinker)."""
         return await self._save(request, "external_weights")
 
     async def _save(self, request: web.Request, kind: CheckpointKind) -> web.Response:

@@ -43,8 +43,7 @@ def check_settings(settings: AdamSettings) -> None:
 def gradient_norms(adapters: Sequence[Adapter]) -> Tensor:
     """Return the norm of each adapter's gradient sum, as torch's clip_grad_norm_ computes it."""
     return torch.stack([
-        nn.utils.get_total_norm([matrix for pair in one.shape.pairs(one.gradient).values() for matrix in pair])
-        for one in adapters
+        nn.utils.get_total_norm(one.shape.tensors(one.gradient)) for one in adapters
     ])  # fmt: skip
 
 
@@ -81,8 +80,7 @@ def step_alone(adapter: Adapter, settings: AdamSettings, norm: Tensor) -> None:
     if settings.clip is not None:
         adapter.gradient.mul_((settings.clip / (norm + 1e-6)).clamp(max=1.0))
     vectors = (adapter.weights, adapter.gradient, adapter.exp_avg, adapter.exp_avg_sq)
-    pairs = zip(*(adapter.shape.pairs(vector).values() for vector in vectors), strict=True)
-    matrices = [columns for pair in pairs for columns in zip(*pair, strict=True)]
+    matrices = list(zip(*(adapter.shape.tensors(vector) for vector in vectors), strict=True))
     parameters, device = [], adapter.weights.device
     for weights, gradient, _, _ in matrices:
         parameters.append(weights.detach().requires_grad_(True))

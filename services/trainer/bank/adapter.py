@@ -1,11 +1,12 @@
 """One adapter of a bank: weights, gradient sum and AdamW moments, each a flat float32 vector.
 
 Flat vectors make a swap a few copies and an optimizer step a few element-wise calls. `AdapterShape` says where the
-matrices are in them.
+matrices are in them. A model that trains all weights is held likewise: `FullShape` says where its parameters are.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -46,13 +47,37 @@ class AdapterShape:
             start = end
         return found
 
+    def tensors(self, vector: Tensor) -> list[Tensor]:
+        """Return views of a flat vector: all matrices in their order."""
+        return [matrix for pair in self.pairs(vector).values() for matrix in pair]
+
+
+@dataclass(frozen=True)
+class FullShape:
+    """All weights of a model in the place of an adapter."""
+
+    parameters: Mapping[str, tuple[int, ...]]
+    """Sizes of each parameter by its name in the base model, in the model's order; tied ones once."""
+
+    @property
+    def size(self) -> int:
+        return sum(map(math.prod, self.parameters.values()))
+
+    def named(self, vector: Tensor) -> dict[str, Tensor]:
+        """Return views of a flat vector by parameter."""
+        parts = vector.split([math.prod(sizes) for sizes in self.parameters.values()])
+        return {name: part.view(self.parameters[name]) for name, part in zip(self.parameters, parts, strict=True)}
+
+    def tensors(self, vector: Tensor) -> list[Tensor]:
+        return list(self.named(vector).values())
+
 
 @dataclass
 class Adapter:
     name: str
-    shape: AdapterShape
+    shape: AdapterShape | FullShape
     config: Mapping[str, Any]
-    """Its adapter_config.json, as PEFT reads it."""
+    """Its adapter_config.json, as PEFT reads it; of all weights empty."""
     weights: Tensor
     gradient: Tensor
     """Sum since the last optimizer step."""
@@ -67,9 +92,15 @@ class Adapter:
     """Computed by itself, with the operations of `sole_adapter.py`."""
 
     @classmethod
-    def fresh(cls, name: str, shape: AdapterShape, config: Mapping[str, Any], weights: Tensor) -> Adapter:
+    def fresh(cls, name: str, shape: AdapterShape | FullShape, config: Mapping[str, Any], weights: Tensor) -> Adapter:
         gradient, exp_avg, exp_avg_sq = (torch.zeros_like(weights) for _ in range(3))
         return cls(name, shape, config, weights, gradient, exp_avg, exp_avg_sq)
+
+    @property
+    def lora(self) -> AdapterShape:
+        """Its shape, where it is known not to be all weights."""
+        assert isinstance(self.shape, AdapterShape)
+        return self.shape
 
     @property
     def vectors(self) -> dict[str, Tensor]:

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from opentinker.services.trainer.bank import adamw
 from opentinker.services.trainer.bank.adamw import AdamSettings
-from opentinker.services.trainer.bank.adapter import Adapter
+from opentinker.services.trainer.bank.adapter import Adapter, FullShape
 from opentinker.services.trainer.bank.adapter_files import export_peft, import_peft
 from opentinker.services.trainer.bank.base_model import BaseModel
-from opentinker.services.trainer.bank.capacity import Capacity, measure
+from opentinker.services.trainer.bank.capacity import Capacity, device_memory, measure
 from opentinker.services.trainer.bank.limits import BankLimits, NotFinite, Refused
 from opentinker.services.trainer.bank.mixed_batch import MixedBatch, Piece, PieceResult
 from opentinker.services.trainer.bank.pass_part import PassOptions, PassPart, Unit
@@ -22,6 +22,9 @@ from opentinker.services.trainer.bank.residency import Residency
 from opentinker.shared.spec import LoraSpec
 
 MOST_SLOTS = 64
+FULL_VECTORS = 6
+"""Float32 vectors of all weights that a model of them has at once in a pass: weights, moments, gradient sum, that with
+the pass, and the pass's gradient."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +71,16 @@ class AdapterBank:
         return self.residency.slots
 
     def create(
-        self, name: str, lora: LoraSpec, seed: int, *, owner: str = "", deterministic: bool = False
+        self, name: str, lora: LoraSpec | None, seed: int, *, owner: str = "", deterministic: bool = False
     ) -> None:  # fmt: skip
-        """Add an adapter with the weights that a LoRA job with this seed begins with. `deterministic`: see
-        `sole_adapter.py`. Raises Refused, Conflict or OSError."""
-        self.limits.check_rank(lora.rank)
-        adapter = self.base.fresh_adapter(name, lora, seed)
+        """Add an adapter with the weights that a LoRA job with this seed begins with; without `lora`, all weights of
+        the base. `deterministic`: see `sole_adapter.py`. Raises Refused, Conflict or OSError."""
+        if lora is None:
+            self._require_alone()
+            adapter = self.base.full_weights(name)
+        else:
+            self.limits.check_rank(lora.rank)
+            adapter = self.base.fresh_adapter(name, lora, seed)
         adapter.deterministic = deterministic
         self._add(adapter, owner)
 
@@ -83,9 +90,23 @@ class AdapterBank:
 
     def add(self, adapter: Adapter, *, owner: str = "") -> None:
         """Add this adapter. Raises Refused if it is of another model, Conflict or OSError."""
-        self.limits.check_rank(adapter.shape.rank)
+        if isinstance(adapter.shape, FullShape):
+            self._require_alone()
+        else:
+            self.limits.check_rank(adapter.shape.rank)
         self.base.adapt_for(adapter.shape)
         self._add(adapter.copy_to(self.base.device), owner)
+
+    def _require_alone(self) -> None:
+        """Raise Refused where all weights of a model would not have the device to themselves, or do not fit on it."""
+        if self.slots != 1:
+            raise Refused("this trainer holds adapters beside each other; all weights need one that is for them alone")
+        weights = 4 * sum(parameter.numel() for parameter in self.base.causal.parameters())
+        if (needed := FULL_VECTORS * weights) > (there := device_memory(self.base.device)):
+            raise Refused(
+                f"training all weights takes {needed / 2**30:.1f} GiB, and the device has {there / 2**30:.1f}; train "
+                "an adapter (a rank above 0), or choose a smaller base"
+            )
 
     def _add(self, adapter: Adapter, owner: str) -> None:
         adapter.owner = owner

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from opentinker.services.trainer.bank.adapter import Adapter, AdapterShape
+from opentinker.services.trainer.bank.adapter import Adapter, AdapterShape, FullShape
 from opentinker.services.trainer.bank.base_model import PEFT_PREFIX, BaseModel
 from opentinker.services.trainer.bank.limits import BankLimits, Refused
 from opentinker.shared.data.model_files import code_in, unsafe_weights_in
@@ -39,15 +39,28 @@ def store(adapter: Adapter, path: Path, **notes: str) -> None:
         "owner": adapter.owner,
         "deterministic": adapter.deterministic,
         "steps": adapter.steps,
-        "rank": adapter.shape.rank,
-        "scaling": adapter.shape.scaling,
-        "layers": list(adapter.shape.layers.items()),
         "config": adapter.config,
+        **_about_shape(adapter.shape),
     }
     tensors = {name: vector.cpu() for name, vector in adapter.vectors.items()}
     if not tensors["gradient"].any():
         del tensors["gradient"]
     replace_durably(path, save(tensors, {**notes, "adapter": orjson.dumps(about).decode()}))
+
+
+def _about_shape(shape: AdapterShape | FullShape) -> dict[str, Any]:
+    if isinstance(shape, FullShape):
+        return {"parameters": list(shape.parameters.items())}
+    return {"rank": shape.rank, "scaling": shape.scaling, "layers": list(shape.layers.items())}
+
+
+def _shape_of(about: dict[str, Any]) -> AdapterShape | FullShape:
+    """Read what `_about_shape` has returned. Raises KeyError, TypeError, ValueError."""
+    if "parameters" in about:
+        return FullShape({name: tuple(map(int, sizes)) for name, sizes in about["parameters"]})
+    return AdapterShape(
+        about["rank"], about["scaling"], {layer: (inputs, outputs) for layer, (inputs, outputs) in about["layers"]}
+    )
 
 
 def notes_of(path: Path) -> dict[str, str]:
@@ -68,10 +81,10 @@ def restore(name: str, path: Path) -> Adapter:
             about = orjson.loads(file.metadata()["adapter"])
             vectors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118 (no mapping)
         vectors.setdefault("gradient", torch.zeros_like(vectors["weights"]))
-        layers = {layer: (inputs, outputs) for layer, (inputs, outputs) in about["layers"]}
-        shape = AdapterShape(about["rank"], about["scaling"], layers)
         own = {key: about[key] for key in ("steps", "owner")}
-        return Adapter(name, shape, about["config"], deterministic=about.get("deterministic", False), **own, **vectors)
+        return Adapter(
+            name, _shape_of(about), about["config"], deterministic=about.get("deterministic", False), **own, **vectors
+        )
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise Refused(
             f"the stored adapter {name!r} cannot be read: {first_line(error)}; remove it and create it again"
@@ -94,7 +107,7 @@ def export_peft(
     """Write the weights as PEFT reads them; by default each file is replaced whole."""
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {}
-    for layer, pair in adapter.shape.pairs(adapter.weights).items():
+    for layer, pair in adapter.lora.pairs(adapter.weights).items():
         for matrix, tensor in (("lora_A", pair.a), ("lora_B", pair.b)):
             tensors[f"{PEFT_PREFIX}{layer}.{matrix}.weight"] = tensor.to("cpu", dtype, copy=True)
     write(directory / ADAPTER, save(tensors))
@@ -115,7 +128,7 @@ def import_peft(base: BaseModel, limits: BankLimits, name: str, directory: Path)
     limits.check_rank(lora.rank)
     adapter = base.fresh_adapter(name, lora, seed=0)
     expected: dict[str, Tensor] = {}
-    for layer, pair in adapter.shape.pairs(adapter.weights).items():
+    for layer, pair in adapter.lora.pairs(adapter.weights).items():
         expected |= {f"{PEFT_PREFIX}{layer}.lora_A.weight": pair.a, f"{PEFT_PREFIX}{layer}.lora_B.weight": pair.b}
     if odd := difference(shapes, {n: t.shape for n, t in expected.items()}):
         raise Refused(f"the adapter in {directory} is not of the model {base.name!r}: {odd}")

@@ -36,9 +36,9 @@ def trainer_tensors(adapter: Adapter, *, masters: bool) -> dict[str, Tensor]:
     if masters:
         vectors["master"] = adapter.weights
     for kind, vector in vectors.items():
-        found |= {f"{kind}/{name}": view for name, view in matrices(adapter.shape, vector, infix=".default")}
+        found |= {f"{kind}/{name}": view for name, view in matrices(adapter.lora, vector, infix=".default")}
     if adapter.steps:
-        names = [name for name, _ in matrices(adapter.shape, adapter.weights, infix=".default")]
+        names = [name for name, _ in matrices(adapter.lora, adapter.weights, infix=".default")]
         found |= {f"step/{name}": torch.tensor(float(adapter.steps)) for name in names}
     return found
 
@@ -50,10 +50,10 @@ def read_checkpoint(fresh: Adapter, directory: Path, *, moments: bool) -> tuple[
         state, saved = load_file(directory / OPTIMIZER), load_file(directory / ADAPTER)
     except (OSError, ValueError, SafetensorError) as error:
         raise JobFailed(f"checkpoint {directory} cannot be resumed: {error}") from error
-    own = dict(matrices(fresh.shape, fresh.weights))
+    own = dict(matrices(fresh.lora, fresh.weights))
     if odd := difference({n: t.shape for n, t in saved.items()}, {n: t.shape for n, t in own.items()}):
         raise JobFailed(f"the adapter in {directory} does not fit the job's model: {odd}")
-    trained = dict(matrices(fresh.shape, fresh.weights, infix=".default"))
+    trained = dict(matrices(fresh.lora, fresh.weights, infix=".default"))
     for kind in MOMENTS:
         found = {n.removeprefix(f"{kind}/"): t.shape for n, t in state.items() if n.startswith(f"{kind}/")}
         if found and (odd := difference(found, {n: t.shape for n, t in trained.items()})):

@@ -100,11 +100,11 @@ class BankLoop:
         return f"slots {used}/{self.bank.slots}" + (f", {waiting} waiting for tokens" if waiting else "")
 
     async def create(
-        self, tenant: str, adapter: str, lora: LoraSpec, seed: int, *, deterministic: bool = False
+        self, tenant: str, adapter: str, lora: LoraSpec | None, seed: int, *, deterministic: bool = False
     ) -> None:  # fmt: skip
-        """Add an adapter that belongs to the tenant: others do not find it. `deterministic`: each of its units has a
-        pass to itself, and results are bit for bit those of a trainer that one job has to itself. Raises Refused,
-        Conflict or OSError."""
+        """Add an adapter that belongs to the tenant: others do not find it; without `lora`, all weights of the base, in
+        a bank of one slot. `deterministic`: each of its units has a pass to itself, and results are bit for bit those
+        of a trainer that one job has to itself. Raises Refused, Conflict or OSError."""
         create = functools.partial(self.bank.create, adapter, lora, seed, owner=tenant, deterministic=deterministic)
         await self._add(adapter, create)
 

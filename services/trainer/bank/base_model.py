@@ -10,7 +10,7 @@ from peft import get_peft_model_state_dict
 from torch import Tensor, nn
 
 from opentinker.services.trainer.bank.adapted_linear import AdaptedLinear, Segments
-from opentinker.services.trainer.bank.adapter import Adapter, AdapterShape
+from opentinker.services.trainer.bank.adapter import Adapter, AdapterShape, FullShape
 from opentinker.services.trainer.bank.limits import Refused
 from opentinker.shared.nn.forward import VISION_ATTENTION
 from opentinker.shared.nn.lora import attach_lora
@@ -30,9 +30,10 @@ class BaseModel:
             raise JobFailed(f"model {base!r} is a vision model: adapters of vision models cannot share a base yet")
         self.causal.requires_grad_(False)
         self.vocabulary: int = self.causal.get_input_embeddings().num_embeddings
-        self._outline = _outline(self.causal)
+        self.outline = _outline(self.causal)
+        """The model without its weights: shapes and configuration."""
         head = self._head_name()
-        linear = [name for name, module in self._outline.named_modules() if isinstance(module, nn.Linear)]
+        linear = [name for name, module in self.outline.named_modules() if isinstance(module, nn.Linear)]
         self.layers = [name for name in linear if name != head]
         """Names of the linear layers that an adapter may have."""
         self.segments = Segments(device)
@@ -51,7 +52,7 @@ class BaseModel:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             try:
-                wrapped = attach_lora(_outline(self._outline), lora)
+                wrapped = attach_lora(_outline(self.outline), lora)
             except JobFailed as error:
                 raise Refused(str(error)) from error
         state = get_peft_model_state_dict(wrapped, save_embedding_layers=False)
@@ -60,6 +61,14 @@ class BaseModel:
         self._adapt(shape)
         weights = torch.cat([tensor.detach().float().flatten() for tensor in state.values()])
         return Adapter.fresh(name, shape, _plain(config), weights.to(self.device))
+
+    def full_weights(self, name: str) -> Adapter:
+        """Return all weights of the base, to train."""
+        weights = torch.cat([parameter.detach().float().flatten() for parameter in self.causal.parameters()])
+        return Adapter.fresh(name, self._full_shape(), {}, weights)
+
+    def _full_shape(self) -> FullShape:
+        return FullShape({name: tuple(parameter.shape) for name, parameter in self.causal.named_parameters()})
 
     def _head_name(self) -> str:
         head = self.causal.get_output_embeddings()
@@ -73,11 +82,17 @@ class BaseModel:
             setattr(owner, leaf, AdaptedLinear(getattr(owner, leaf), name, self.segments))
             self._adapted.add(name)
 
-    def adapt_for(self, shape: AdapterShape) -> None:
+    def adapt_for(self, shape: AdapterShape | FullShape) -> None:
         """Prepare for an adapter of an earlier process. Raises Refused if it is of another model."""
+        if isinstance(shape, FullShape):
+            if self._adapted or shape != self._full_shape():
+                raise Refused(
+                    f"the weights are not of the model {self.name!r}: parameters are absent or of other sizes"
+                )
+            return
         for name, (inputs, outputs) in shape.layers.items():
             try:
-                layer: Any = self._outline.get_submodule(name)
+                layer: Any = self.outline.get_submodule(name)
             except AttributeError:
                 layer = None
             if not isinstance(layer, nn.Linear) or (layer.in_features, layer.out_features) != (inputs, outputs):

@@ -56,7 +56,7 @@ def measure(base: BaseModel, limits: BankLimits, *, most: int, memory_share: flo
     second = base.fresh_adapter("second", lora, seed=1)
     two = _peak(base, [first, second], limits)
     slot = max(two - one, first.bytes + first.weights.nbytes)  # with `partial`
-    found = Capacity(int(_memory(base.device) * memory_share), one - slot, slot, most)
+    found = Capacity(int(device_memory(base.device) * memory_share), one - slot, slot, most)
     if found.slots < 1:
         raise JobFailed(f"no adapter fits next to the base: {found}. Lower the limits step_tokens or rank")
     return found
@@ -91,5 +91,6 @@ def _reset(device: str) -> None:
         reset_peak()
 
 
-def _memory(device: str) -> int:
+def device_memory(device: str) -> int:
+    """Return all bytes of its memory."""
     return torch.cuda.mem_get_info()[1] if device == "cuda" else memory_bytes()

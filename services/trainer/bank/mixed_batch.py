@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from opentinker.services.trainer.bank.adapted_linear import Segment
-from opentinker.services.trainer.bank.adapter import Adapter
+from opentinker.services.trainer.bank.adapter import Adapter, FullShape
 from opentinker.services.trainer.bank.base_model import BaseModel
+from opentinker.services.trainer.bank.full_weights import computing_with
 from opentinker.services.trainer.bank.pass_part import PassPart, Scores
 from opentinker.services.trainer.bank.sole_adapter import SoleAdapter, deterministic_algorithms
 from opentinker.shared.nn.forward import token_scores
@@ -50,14 +51,16 @@ class MixedBatch:
     ends: list[int] = field(init=False)
     """Where each piece ends in the stream."""
     is_sole: bool = field(init=False)
-    """Whether the pass is of a deterministic adapter."""
+    """Whether the pass is of a deterministic adapter, or of all weights."""
 
     def __post_init__(self) -> None:
         plans = [piece.part.plan for piece in self.pieces]
         self.plan = plans[0] if len(plans) == 1 else join(plans)
-        self.is_sole = any(piece.adapter.deterministic for piece in self.pieces)
+        self.is_sole = any(
+            piece.adapter.deterministic or isinstance(piece.adapter.shape, FullShape) for piece in self.pieces
+        )
         if self.is_sole and len(self.pieces) > 1:
-            raise ValueError("a deterministic adapter has its passes to itself")
+            raise ValueError("a deterministic adapter has its passes to itself, and so have all weights")
         self.ends = list(accumulate(len(plan.ids_N) for plan in plans))
 
     def run(self, base: BaseModel) -> list[PieceResult]:
@@ -90,6 +93,10 @@ class MixedBatch:
                 yield
             return
         (piece,) = self.pieces
+        if isinstance(piece.adapter.shape, FullShape):
+            with computing_with(base.causal, piece.adapter.shape, piece.adapter.weights, piece.gradient):
+                yield
+            return
         sole = SoleAdapter.of(piece.adapter, piece.gradient, adapted=piece.part.options.adapted)
         with deterministic_algorithms(), base.segments.used((), sole):
             yield
@@ -97,7 +104,7 @@ class MixedBatch:
     def _segments(self) -> list[Segment]:
         found = []
         for start, end, piece in zip([0, *self.ends], self.ends, self.pieces, strict=False):
-            shape = piece.adapter.shape
+            shape = piece.adapter.lora
             gradients = {} if piece.gradient is None else shape.pairs(piece.gradient)
             weights = shape.pairs(piece.adapter.weights) if piece.part.options.adapted else {}
             found.append(Segment(start, end, shape.scaling, weights, gradients))

@@ -162,7 +162,7 @@ class SharedPolicy(PolicyModel):
         return self._weights_of(self.adapter.read())
 
     def _weights_of(self, adapter: Adapter) -> Iterator[tuple[str, Tensor]]:
-        for name, matrix in matrices(adapter.shape, adapter.weights):
+        for name, matrix in matrices(adapter.lora, adapter.weights):
             yield name, matrix.to(self.dtype)
 
     def _forward_whole(self, plan: Layout) -> Tensor:

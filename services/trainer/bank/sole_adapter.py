@@ -29,7 +29,7 @@ class SoleAdapter:
     @classmethod
     def of(cls, adapter: Adapter, gradient: Tensor | None, *, adapted: bool) -> Self:
         """`gradient`: flat vector that the backward pass adds to. `adapted` False: the base computes by itself."""
-        shape = adapter.shape
+        shape = adapter.lora
         gradients = shape.pairs(gradient) if gradient is not None else {}
         pairs = {}
         for name, pair in shape.pairs(adapter.weights).items() if adapted else ():

@@ -14,7 +14,7 @@ import msgspec
 import structlog
 
 from opentinker.services.trainer.bank.adamw import AdamSettings
-from opentinker.services.trainer.bank.adapter import Adapter, AdapterShape
+from opentinker.services.trainer.bank.adapter import Adapter, AdapterShape, FullShape
 from opentinker.services.trainer.bank.adapter_bank import StepResult
 from opentinker.services.trainer.bank.bank_commands import ForwardResult
 from opentinker.services.trainer.bank.limits import Refused
@@ -70,17 +70,21 @@ class ModelCommands:
         self.lora = LoraShape(rank=1)
         self.passes = 0
         """Commands forward_backward that were sent to the bank."""
-        self._shape: AdapterShape | None = None
+        self._shape: AdapterShape | FullShape | None = None
         self._files = asyncio.Lock()
         """Held while a checkpoint is written: saves take their turns."""
 
     async def create(self, command: Command, body: Create) -> None:
         """Add the adapter to the bank. Raises Refused, Conflict or OSError."""
-        if body.lora.rank > (most := self._shared.spec.tinker.max_rank):
+        settings = self._shared.spec.tinker
+        if body.lora.is_full != settings.full_weights:
+            trained = "all weights, and no adapters" if settings.full_weights else "adapters, and not all weights"
+            raise Refused(f"this server trains {trained}; create the model on another one (tinker.full_weights)")
+        if not body.lora.is_full and body.lora.rank > (most := settings.max_rank):
             raise Refused(
                 f"rank {body.lora.rank} is above the largest rank of this server, {most}; choose a lower rank"
             )
-        lora = lora_of(body.lora, self._bank.bank.base.layers)
+        lora = None if body.lora.is_full else lora_of(body.lora, self._bank.bank.base.layers)
         await self._bank.create(command.tenant, self.adapter, lora, body.lora.seed)
         self.tenant, self.lora, self.passes = command.tenant, body.lora, 0
         await self._bank.wait_for_room(self.tenant)
@@ -209,9 +213,9 @@ class ModelCommands:
         if is_whole and known and not body.overwrite and not (known[0].expires and known[0].expires <= now):
             raise Refused(f"checkpoint {made.path} exists; choose another name, or save with overwrite")
         directory = shared.place(self.model) / body.kind / made.place
-        dtype = self._bank.bank.base.dtype
+        base = self._bank.bank.base
         size = await asyncio.to_thread(
-            model_files.write_checkpoint, directory, adapter, dtype, optimizer=is_whole, owner=self._owner
+            model_files.write_checkpoint, directory, adapter, base, optimizer=is_whole, owner=self._owner
         )
         await shared.records.add_checkpoint(msgspec.structs.replace(made, size=size))
         log.info("checkpoint_saved", path=made.path, step=made.step, bytes=size)
@@ -219,8 +223,8 @@ class ModelCommands:
 
     async def _save_sampler(self, command: Command, body: Save, adapter: Adapter) -> Saved:
         directory = self._shared.place(self.model) / "samplers" / f"{body.sampler}@{command.seq}"
-        dtype = self._bank.bank.base.dtype
-        await asyncio.to_thread(model_files.write_sampler, directory, adapter, dtype, owner=self._owner)
+        base = self._bank.bank.base
+        await asyncio.to_thread(model_files.write_sampler, directory, adapter, base, owner=self._owner)
         await self._shared.records.add_sampler(Sampler(
             id=body.sampler, tenant=self.tenant, session=self.model.partition(":")[0], job=self._shared.lease.job,
             base=self._shared.spec.model.base, model=self.model, directory=str(directory),

@@ -6,6 +6,9 @@ state/.epoch                trainers of lower epochs may not write here
 weights/NAME@SEQ/           checkpoint: PEFT adapter, and state.safetensors with moments too, in float32
 sampler_weights/NAME@SEQ/   PEFT adapter
 samplers/SAMPLER@SEQ/       likewise, not synced: it need not outlive the machine
+
+A model that trains all weights has a Hugging Face directory in the place of a PEFT adapter, and its moments in
+trainer/state.safetensors, which engines do not read.
 """
 
 from __future__ import annotations
@@ -26,11 +29,13 @@ from torch import Tensor
 
 from opentinker.services.trainer import checkpoint
 from opentinker.services.trainer.bank import adapter_files
-from opentinker.services.trainer.bank.adapter import Adapter, AdapterShape
+from opentinker.services.trainer.bank.adapter import Adapter, AdapterShape, FullShape
 from opentinker.services.trainer.bank.adapter_tensors import MOMENTS, matrices
+from opentinker.services.trainer.bank.base_model import BaseModel
+from opentinker.services.trainer.bank.full_files import export_full, import_full
 from opentinker.services.trainer.bank.limits import Refused
 from opentinker.shared.data.safetensors_header import difference
-from opentinker.shared.durable_files import make_directories, replace_durably, sync_directory
+from opentinker.shared.durable_files import make_directories, replace_durably, sync_directory, sync_tree
 from opentinker.shared.types.error_text import first_line
 from opentinker.shared.types.manifest import ADAPTER
 from opentinker.shared.types.tinker import LoraShape
@@ -86,25 +91,39 @@ def write_end(root: Path, epoch: int, end: ModelEnd) -> None:
 
 
 def write_checkpoint(
-    directory: Path, adapter: Adapter, dtype: torch.dtype, *, optimizer: bool, owner: tuple[Path, int]
+    directory: Path, adapter: Adapter, base: BaseModel, *, optimizer: bool, owner: tuple[Path, int]
 ) -> int:
-    """Write a PEFT directory, with `optimizer` everything that training continues from; one of this name is replaced.
+    """Write a PEFT directory, or one of all weights, with `optimizer` everything that training continues from; one of
+    this name is replaced.
     `owner`: root of the model's state, and the epoch. Returns its bytes. Raises OSError, and Fenced if a trainer of a
     newer epoch has read that state."""
     with _replaced(directory, owner) as temporary:
-        adapter_files.export_peft(adapter, temporary, dtype)
+        if isinstance(adapter.shape, FullShape):
+            export_full(base, adapter, temporary)
+            sync_tree(temporary)
+        else:
+            adapter_files.export_peft(adapter, temporary, base.dtype)
         if optimizer:
-            unfinished = torch.zeros_like(adapter.gradient)
-            adapter_files.store(replace(adapter, gradient=unfinished, partial=None), temporary / WHOLE)
-        size = sum(path.stat().st_size for path in temporary.iterdir())
+            unfinished, place = torch.zeros_like(adapter.gradient), _state_in(temporary, adapter.shape)
+            make_directories(place.parent)
+            adapter_files.store(replace(adapter, gradient=unfinished, partial=None), place)
+        size = sum(path.stat().st_size for path in temporary.rglob("*") if path.is_file())
     sync_directory(directory.parent)
     return size
 
 
-def write_sampler(directory: Path, adapter: Adapter, dtype: torch.dtype, *, owner: tuple[Path, int]) -> None:
-    """Write a PEFT directory without waiting for the disk. Raises likewise."""
+def write_sampler(directory: Path, adapter: Adapter, base: BaseModel, *, owner: tuple[Path, int]) -> None:
+    """Write a PEFT directory, or one of all weights, without waiting for the disk. Raises likewise."""
     with _replaced(directory, owner) as temporary:
-        adapter_files.export_peft(adapter, temporary, dtype, Path.write_bytes)
+        if isinstance(adapter.shape, FullShape):
+            export_full(base, adapter, temporary)
+        else:
+            adapter_files.export_peft(adapter, temporary, base.dtype, Path.write_bytes)
+
+
+def _state_in(directory: Path, shape: AdapterShape | FullShape) -> Path:
+    """Return where a checkpoint has everything that training continues from."""
+    return directory / "trainer" / WHOLE if isinstance(shape, FullShape) else directory / WHOLE
 
 
 @contextmanager
@@ -125,13 +144,13 @@ def _replaced(directory: Path, owner: tuple[Path, int]) -> Iterator[Path]:
             shutil.rmtree(left, ignore_errors=True)
 
 
-def read_vectors(directory: Path, shape: AdapterShape, *, optimizer: bool) -> tuple[dict[str, Tensor], int]:
+def read_vectors(directory: Path, shape: AdapterShape | FullShape, *, optimizer: bool) -> tuple[dict[str, Tensor], int]:
     """Return weights, moments and step count of a checkpoint; without `optimizer` those of a fresh one. Raises Refused
     if it does not fit the shape."""
-    if not (directory / ADAPTER).exists():
+    if not directory.exists():
         raise Refused("the checkpoint does not exist any more; load another one")
-    if (directory / WHOLE).exists():
-        found = adapter_files.restore("checkpoint", directory / WHOLE)
+    if (place := _state_in(directory, shape)).exists():
+        found = adapter_files.restore("checkpoint", place)
         if found.shape != shape:
             raise Refused(_unfit(shape, found.shape))
         vectors, steps = found.vectors, found.steps
@@ -139,6 +158,8 @@ def read_vectors(directory: Path, shape: AdapterShape, *, optimizer: bool) -> tu
         raise Refused(
             "weights for samplers have no optimizer state; load them without it, or a checkpoint of save_state"
         )
+    elif isinstance(shape, FullShape):
+        vectors, steps = {"weights": import_full(directory, shape)}, 0
     else:
         vectors, steps = {"weights": _peft_weights(directory, shape)}, 0
     if not vectors["weights"].isfinite().all():
@@ -149,7 +170,9 @@ def read_vectors(directory: Path, shape: AdapterShape, *, optimizer: bool) -> tu
     return {name: vectors[name] for name in ("weights", *MOMENTS)}, steps
 
 
-def _unfit(shape: AdapterShape, found: AdapterShape) -> str:
+def _unfit(shape: AdapterShape | FullShape, found: AdapterShape | FullShape) -> str:
+    if isinstance(shape, FullShape) or isinstance(found, FullShape):
+        return "the checkpoint has other weights than the model; create the model from it instead"
     if shape.rank != found.rank:
         return (
             f"the checkpoint has rank {found.rank}, and the model rank {shape.rank}; create the model from it instead"

@@ -234,7 +234,7 @@ class ModelRunner:
             except Exception as error:  # noqa: BLE001 - likewise
                 result = _failure(error, self.model, seq)
             if not is_known:
-                await self._shared.answer(request, result)
+                await self._shared.answer(request, result, self._commands.tenant)
             self._owed.discard(seq)
             self._unanswered.discard(seq)
             if self._ended is not None or seq <= self._stored:

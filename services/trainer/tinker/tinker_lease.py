@@ -12,8 +12,9 @@ from opentinker.shared.messaging.subjects import ANSWERED
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.state.tinker import TinkerStore
+from opentinker.shared.state.tinker_spent import TinkerSpent
 from opentinker.shared.types.core import Lease
-from opentinker.shared.types.tinker import Answer, Answered, Result, tinker_place
+from opentinker.shared.types.tinker import Answer, Answered, Forwarded, Result, Saved, tinker_place
 
 if TYPE_CHECKING:
     from opentinker.services.trainer.bank.bank_loop import BankLoop
@@ -33,7 +34,18 @@ class TinkerLease:
     def place(self, model: str) -> Path:
         return tinker_place(self.ctx.settings.data_dir, model)
 
-    async def answer(self, request: str, result: Result) -> None:
-        """Keep the answer unless there is one, and tell who waits for it."""
-        await self.records.answer(Answer(request=request, result=result))
+    async def answer(self, request: str, result: Result, tenant: str = "") -> None:
+        """Keep the answer unless there is one, count what the request of `tenant` had, and tell who waits for it."""
+        is_kept = await self.records.answer(Answer(request=request, result=result))
         await self.ctx.bus.emit(ANSWERED, Answered(request=request), job=self.lease.job)
+        if is_kept and (counts := _counts(result)):
+            session = request.partition(":")[0]
+            await TinkerSpent(self.ctx.store.redis).add(tenant, session, self.spec.model.base, counts)
+
+
+def _counts(result: Result) -> dict[str, int]:
+    """Return what a request cost by its result, by kind."""
+    if isinstance(result, Forwarded):
+        places = zip(result.logprobs, result.widths, strict=True)
+        return {"training": sum(len(logprobs) // (4 * width) for logprobs, width in places)}
+    return {"checkpoint": 1} if isinstance(result, Saved) and result.path else {}

@@ -35,7 +35,12 @@ def models(
     columns = ["model", "rank", "steps", "loss", "over passes", "tokens", "last used", "client", "waits for"]
     rows = [
         [
-            *(one["id"], one["rank"], one["steps"], "-" if one["loss"] is None else f"{one['loss']:.4g}"),
+            *(
+                one["id"],
+                one["rank"] or "all weights",
+                one["steps"],
+                "-" if one["loss"] is None else f"{one['loss']:.4g}",
+            ),
             *(sparkline(one["curve"]), f"{one['tokens']:,}", ago(one["used"])),
             *("alive" if one["alive"] else "gone", _waits(one)),
         ]

@@ -54,10 +54,10 @@ async def called(cluster: Cluster, *argv: str, of: Path | None = None) -> str:
     return done.stdout
 
 
-async def run(cluster: Cluster, version: str, base: Path) -> dict[str, Any]:
+async def run(cluster: Cluster, version: str, base: Path, *options: str) -> dict[str, Any]:
     """Return what `client_run.py` prints."""
     python = await asyncio.to_thread(environments.python_with, version)
-    printed = await called(cluster, str(python), str(environments.CLIENT_RUN), str(base))
+    printed = await called(cluster, str(python), str(environments.CLIENT_RUN), str(base), *options)
     found: dict[str, Any] = json.loads(printed.splitlines()[-1])
     return found
 

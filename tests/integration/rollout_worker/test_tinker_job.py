@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import operator
 import shutil
+import time
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.subjects import METRIC, SAMPLE, Subject
 from opentinker.shared.state.store import Store
 from opentinker.shared.state.tinker import TinkerStore
+from opentinker.shared.state.tinker_spent import HOUR_S, TinkerSpent
 from opentinker.shared.types.telemetry import MetricPoint
 from opentinker.shared.types.tinker import Answer, Sampled, SampleParams, SampleRequest
 from tests.conftest import soon, until
@@ -56,6 +58,12 @@ async def test_samples_are_drawn_side_by_side_and_seeds_repeat_them(bench: Bench
     assert tokens(first)[2] == third, "seed 1, sample 2"
     drawn = sum(map(len, [*tokens(first), *tokens(again), third]))
     assert job.worker.spent["tokens_generated"] == drawn == job.meter.counts["serving/tokens"]
+    hour = int(time.time()) // HOUR_S
+    spent = await TinkerSpent(bench.store.redis).between("t", hour - 1, hour + 1)
+    counted = {
+        kind: sum(one.amount for one in spent if one.kind == kind) for kind in ("sampling_prefill", "sampling_sample")
+    }
+    assert counted == {"sampling_prefill": 3 * len(PROMPT), "sampling_sample": drawn}
     one = first.sequences[0]
     assert np.allclose(np.frombuffer(one.logprobs, "<f4"), -np.log(128)) and one.stop in ("stop", "length")
 
@@ -161,7 +169,7 @@ async def test_a_request_that_kills_every_engine_is_answered_in_the_end_and_thos
         assert deaths <= SUSPECT_LOSSES + MAX_LOSSES_ALONE
     assert deaths == SUSPECT_LOSSES + MAX_LOSSES_ALONE
     failed = await bench.failed(poison)
-    assert failed.category == "server" and f"the last {MAX_LOSSES_ALONE} without others" in failed.error
+    assert failed.category == "server" and f"the last {MAX_LOSSES_ALONE} while" in failed.error
     assert (await bench.sampled(innocent)).sequences
 
 

@@ -6,10 +6,13 @@ import asyncio
 import json
 import os
 import subprocess
+import time
+from typing import Any
 
 import pytest
 
 from opentinker.shared.runtime.service import Context
+from opentinker.shared.state.tinker_spent import HOUR_S, TinkerSpent
 from opentinker.shared.types.tinker import Command, Sampler, Save, tinker_place
 from tests.integration.tinker.site import BASE, FakeWorkers, checkpoint_of, start_server
 from tests.support.api import OPERATOR
@@ -57,3 +60,25 @@ async def test_a_client_trains_saves_and_samples(ctx: Context, url: str, version
     assert found["samples"] == [3, 3] and found["prompt_logprobs"] == [None, -2.0, -2.0]
     assert {"weights/first", "sampler_weights/named"} <= set(found["checkpoints"])
     assert [command.seq for command in workers.commands if ":train:0" in command.model][:3] == [0, 1, 2]
+
+
+async def test_the_command_line_shows_usage_and_what_is_stored(ctx: Context, url: str) -> None:
+    python = await asyncio.to_thread(environments.python_with, environments.VERSIONS[-1])
+    await TinkerSpent(ctx.store.redis).add("default", "s-1", BASE, {"training": 1234, "sampling_prefill": 5})
+    await FakeWorkers(ctx, "j").store.add_checkpoint(checkpoint_of(ctx, "s-1:train:0", size=2 * 10**9))
+    environ = {**os.environ, "TINKER_BASE_URL": url, "TINKER_API_KEY": f"tml-{OPERATOR}", "TINKER_TELEMETRY": "0"}
+    environ.pop("PYTHONPATH", None)
+
+    async def told(*argv: str) -> Any:
+        command = [str(python.with_name("tinker")), "-f", "json", "billing", *argv]
+        run = await asyncio.to_thread(
+            subprocess.run, command, env=environ, capture_output=True, text=True, timeout=300, check=False
+        )
+        assert run.returncode == 0, run.stderr[-3000:]
+        return json.loads(run.stdout)
+
+    hours = [time.strftime("%Y-%m-%dT%H:00:00Z", time.gmtime(time.time() + more * HOUR_S)) for more in (0, 1)]
+    found = await told("usage", *hours)
+    assert "1234" in str(found) and "sampling_prefill" in str(found) and BASE in str(found)
+    stored = str(await told("checkpoint-storage"))
+    assert "2000000000" in stored

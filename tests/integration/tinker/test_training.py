@@ -251,8 +251,9 @@ async def test_a_checkpoint_has_a_name_and_no_path(user: Client, workers: FakeWo
     ("body", "said"),
     [
         ({"lora_config": {"rank": 33}}, "1 to 32"),
-        ({"lora_config": {"rank": 0}}, "1 to 32"),
-        ({"lora_config": None}, "give it a rank"),
+        ({"lora_config": {"rank": -1}}, "1 to 32"),
+        ({"lora_config": {"rank": 0}}, "trains adapters: pass a lora_config"),
+        ({"lora_config": None}, "tinker.full_weights = true"),
         ({"lora_config": {"rank": 4, "train_mlp": False, "train_attn": False}}, "trains no layer"),
         ({"base_model": "another"}, f"served are {BASE}"),
         ({"optimizer_config": {"type": "dimuon"}}, "the optimizer is adamw"),

@@ -1,4 +1,5 @@
-"""A run of a client with the SDK of Tinker that the interpreter has: python client_run.py BASE. Prints results as JSON.
+"""A run of a client with the SDK of Tinker that the interpreter has: python client_run.py BASE [RANK]. Prints results
+as JSON. With rank 0 it trains all weights.
 
     TINKER_BASE_URL, TINKER_API_KEY   of the server
 
@@ -53,11 +54,11 @@ def sample(client: Any, found: dict[str, Any]) -> None:
     found["prompt_logprobs"] = client.compute_logprobs(prompt).result()
 
 
-def main(base: str) -> None:
+def main(base: str, rank: int = 4) -> None:
     found: dict[str, Any] = {"version": tinker.__version__}
     service = tinker.ServiceClient()
     found["bases"] = [one.model_name for one in service.get_server_capabilities().supported_models]
-    client = service.create_lora_training_client(base_model=base, rank=4, seed=1, train_unembed=False)
+    client = service.create_lora_training_client(base_model=base, rank=rank, seed=1, train_unembed=False)
     found["info"] = client.get_info().model_data.model_name
     train(client, found)
     saved = client.save_state("first").result().path
@@ -79,4 +80,4 @@ def main(base: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], *map(int, sys.argv[2:]))

@@ -51,7 +51,7 @@ function Listed({ of }: { of: ServedModel[] }): JSX.Element {
   const now = useNow(2);
   const columns: Column<ServedModel>[] = [
     ["Model", (one) => <Name of={one} />],
-    ["Rank", (one) => one.rank],
+    ["Rank", (one) => one.rank || "all weights"],
     ["Steps", (one) => one.steps],
     ["Loss", (one) => (one.loss === null ? "–" : short(one.loss))],
     ["Over passes", (one) => <Losses of={one} />],

@@ -72,13 +72,15 @@ STEP = OptimStep(lr=1e-2, clip=1.0)
 class Server:
     """A job of kind tinker, whose trainer is started, stopped and killed."""
 
-    def __init__(self, bus: Bus, store: Store, base: BaseModel, data_dir: Path) -> None:
+    def __init__(self, bus: Bus, store: Store, base: BaseModel, data_dir: Path, *, full: bool = False) -> None:
+        """`full`: its clients train all weights."""
         self.base, self.data_dir, self.records = base, data_dir, TinkerStore(store.redis)
         settings = Settings(data_dir=data_dir)
         self.ctx = Context(
             service="trainer", worker="shared.0", settings=settings, bus=bus, store=store, log=structlog.get_logger()
         )
-        self.spec = parse_spec({"name": "t", "kind": "tinker", "model": {"base": base.name}, "tinker": {"max_rank": 8}})
+        tinker = {"full_weights": True} if full else {"max_rank": 8}
+        self.spec = parse_spec({"name": "t", "kind": "tinker", "model": {"base": base.name}, "tinker": tinker})
         self.epoch = 0
         self.bank: BankLoop
         self.job: TinkerJob
@@ -91,7 +93,9 @@ class Server:
         """Start the trainer of the next epoch."""
         self.epoch += 1
         await self.ctx.store.transition(JOB, JobState.STARTING, epoch=self.epoch)
-        bank = AdapterBank(self.base, self.data_dir / f"bank-{self.epoch}", LIMITS, slots=3)
+        bank = AdapterBank(
+            self.base, self.data_dir / f"bank-{self.epoch}", LIMITS, slots=1 if self.spec.tinker.full_weights else 3
+        )
         self.bank = await BankLoop(bank).__aenter__()
 
         async def work(*_: object) -> None:
@@ -177,14 +181,14 @@ def base(small: Path) -> BaseModel:
     return BaseModel(str(small))
 
 
-async def fresh_server(bus: Bus, store: Store, base: BaseModel, place: Path) -> Server:
+async def fresh_server(bus: Bus, store: Store, base: BaseModel, place: Path, *, full: bool = False) -> Server:
     """Return a running one. The streams have nothing of earlier ones, nor the ids that they would take for
     repetitions."""
     await store.redis.flushdb()
     for stream in ("COMMANDS", "METRICS"):
         await bus.js.delete_stream(stream)
     await bus.ensure_streams()
-    server = Server(bus, store, base, place)
+    server = Server(bus, store, base, place, full=full)
     await server.create()
     await server.start()
     return server

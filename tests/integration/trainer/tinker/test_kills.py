@@ -4,6 +4,7 @@ answer."""
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from opentinker.services.trainer.tinker import model_files, model_runner
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.subjects import COMMAND
 from opentinker.shared.state.store import Store
-from opentinker.shared.types.tinker import Load, Save, Unload, tinker_place
+from opentinker.shared.state.tinker_spent import HOUR_S, TinkerSpent
+from opentinker.shared.types.tinker import Forwarded, Load, Save, Unload, tinker_place
 from tests.conftest import until
 from tests.integration.trainer.tinker.conftest import JOB, STEP, Client, Server, forward_backward, fresh_server
 
@@ -51,9 +53,20 @@ async def run(server: Server, kills: int, seed: int) -> tuple[list[Any], dict[st
         await server.kill()
         await server.start()
     results = [await client.result(request) for request in requests]
+    trained = await trained_tokens(server)
+    assert trained == sum(
+        len(logprobs) // 4 for one in results if isinstance(one, Forwarded) for logprobs in one.logprobs
+    )
     await client.call(forward_backward(99, backward=False))  # which brings the model back, if it was covered
     vectors = {name: await server.adapter(MODEL, name) for name in ("weights", "exp_avg", "exp_avg_sq", "gradient")}
     return results, vectors
+
+
+async def trained_tokens(server: Server) -> int:
+    """Return what was counted for the tenant in the last hours."""
+    hour = int(time.time()) // HOUR_S
+    spent = await TinkerSpent(server.ctx.store.redis).between("acme", hour - 1, hour + 1)
+    return sum(one.amount for one in spent if one.kind == "training")
 
 
 async def test_kills_at_random_moments_change_nothing(

@@ -22,6 +22,12 @@ def test_its_trainer_is_a_shared_one_and_its_stored_spec_is_read_again_as_it_was
     assert parse_spec(parsed.model_dump(mode="json")) == parsed
 
 
+def test_a_server_for_all_weights_shares_its_trainer_with_no_adapters() -> None:
+    parsed = parse_spec(spec(tinker={"full_weights": True}))
+    assert bank_of(parsed.model_dump(mode="json")) == "somewhere in float32, all weights"
+    assert parse_spec(parsed.model_dump(mode="json")) == parsed
+
+
 @pytest.mark.parametrize(
     ("parts", "problem"),
     [
@@ -31,6 +37,7 @@ def test_its_trainer_is_a_shared_one_and_its_stored_spec_is_read_again_as_it_was
         ({"start": {"from": "j-0123456789@latest"}}, "from checkpoints themselves"),
         ({"rollout": {"max_turns": 3}}, "rollout.max_turns"),
         ({"artifacts": {"keep_last": 3}}, "whose clients save"),
+        ({"tinker": {"full_weights": True, "max_rank": 8}}, "there are no adapters"),
         ({"tinker": {"max_rank": 65}}, "tinker.max_rank"),
         ({"tinker": {"tokens_per_minute": 1}}, "tinker.tokens_per_minute"),
         ({"resources": {"trainer_gpus": 1}}, "nothing is trained"),

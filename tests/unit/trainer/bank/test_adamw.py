@@ -24,8 +24,7 @@ def adapter(rank: int) -> Adapter:
 def test_steps_are_bit_equal_to_torchs() -> None:
     adapters = [adapter(rank) for rank in (2, 3, 5)]
     twins = [
-        [nn.Parameter(matrix.clone()) for pair in a.shape.pairs(a.weights).values() for matrix in pair]
-        for a in adapters
+        [nn.Parameter(matrix.clone()) for pair in a.lora.pairs(a.weights).values() for matrix in pair] for a in adapters
     ]
     optimizers = [
         torch.optim.AdamW(twin, lr=s.lr, betas=(s.beta1, s.beta2), eps=s.eps, weight_decay=s.weight_decay, foreach=True)
@@ -36,7 +35,7 @@ def test_steps_are_bit_equal_to_torchs() -> None:
         stepped = [n for n in range(3) if (step + n) % 3 != 2]  # not all of them step together
         for n in stepped:
             adapters[n].gradient += torch.randn(adapters[n].shape.size, generator=random)
-            gradients = [m for pair in adapters[n].shape.pairs(adapters[n].gradient).values() for m in pair]
+            gradients = [m for pair in adapters[n].lora.pairs(adapters[n].gradient).values() for m in pair]
             for parameter, gradient in zip(twins[n], gradients, strict=True):
                 parameter.grad = gradient.clone()
             if SETTINGS[n].clip is not None:

@@ -135,14 +135,14 @@ def test_gradient_is_pefts(make_bank: MakeBank, small: Path, tmp_path: Path, num
     add_tenant(bank, number)
     bank.run_pass([Rows(f"t{number}", Task(scale=0.5).units(data), PassOptions())])
     (adapter,) = bank.residency.bring([f"t{number}"])
-    assert adapter.shape.scaling == [2.0, 0.5][number]
+    assert adapter.lora.scaling == [2.0, 0.5][number]
     bank.export_peft(f"t{number}", tmp_path / "peft")
     plain = AutoModelForCausalLM.from_pretrained(small, dtype=torch.float32)
     model = PeftModel.from_pretrained(plain, tmp_path / "peft", is_trainable=True).eval()
     for datum in data:
         (_logprobs(model, datum) * torch.tensor(datum.factor_M)).sum().mul(-0.5).backward()
     expected = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
-    for layer, pair in adapter.shape.pairs(adapter.gradient).items():
+    for layer, pair in adapter.lora.pairs(adapter.gradient).items():
         for matrix, found in (("lora_A", pair.a), ("lora_B", pair.b)):
             gradient = expected.pop(f"base_model.model.{layer}.{matrix}.default.weight")
             assert gradient is not None and gradient.norm() > 0

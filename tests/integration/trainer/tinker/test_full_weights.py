@@ -1,0 +1,129 @@
+"""Models of which all weights are trained: kills change nothing, they take turns, and checkpoints go in and out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from opentinker.services.trainer.bank.base_model import BaseModel
+from opentinker.services.trainer.tinker import model_runner
+from opentinker.shared.messaging.bus import Bus
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.tinker import Failed, Load, LoraShape, Save, tinker_place
+from tests.conftest import until
+from tests.integration.trainer.tinker.conftest import (
+    STEP,
+    Client,
+    Server,
+    forward_backward,
+    fresh_server,
+)
+
+FULL = LoraShape(rank=0)
+MODELS = ("s:train:0", "s:train:1")
+VECTORS = ("weights", "exp_avg", "exp_avg_sq", "gradient")
+
+
+@pytest.fixture(scope="module")
+def whole(small: Path) -> BaseModel:
+    """A base of its own: adapters change the layers of theirs."""
+    return BaseModel(str(small))
+
+
+@pytest.fixture
+async def server(bus: Bus, store: Store, whole: BaseModel, tmp_path: Path) -> AsyncIterator[Server]:
+    server = await fresh_server(bus, store, whole, tmp_path / "data", full=True)
+    yield server
+    await server.kill()
+
+
+async def run(server: Server, kills: int) -> dict[str, torch.Tensor]:
+    """Train two models that take turns; kill the trainer at random moments. Returns their vectors."""
+    rng, clients = np.random.default_rng(kills), [Client(server, model) for model in MODELS]
+    requests = []
+    for client in clients:
+        await client.create(FULL)
+    for step in range(6):
+        for number, client in enumerate(clients):
+            requests += [await client.send(forward_backward(10 * step + number)), await client.send(STEP)]
+        if step == 3:
+            requests.append(await clients[0].send(Save(kind="weights", name="a")))
+    for _ in range(kills):
+        place = int(rng.integers(0, len(requests)))
+        await until(lambda place=place: server.records.answered(requests[place]))  # type: ignore[misc]
+        await asyncio.sleep(float(rng.uniform(0.0, 0.05)))
+        await server.kill()
+        await server.start()
+    assert not [one for one in [await client.result(name) for name in requests] if isinstance(one, Failed)]
+    found: dict[str, torch.Tensor] = {}
+    for client in clients:
+        await client.call(forward_backward(99, backward=False))
+        found |= {f"{client.model} {name}": await server.adapter(client.model, name) for name in VECTORS}
+    return found
+
+
+async def test_kills_change_no_bit_of_models_that_take_turns(
+    bus: Bus, store: Store, whole: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    undisturbed = await fresh_server(bus, store, whole, tmp_path / "undisturbed", full=True)
+    expected = await run(undisturbed, 0)
+    await undisturbed.kill()
+    for store_s in (0.0, 30.0):
+        monkeypatch.setattr(model_runner, "STORE_S", store_s)
+        killed = await fresh_server(bus, store, whole, tmp_path / f"killed-{store_s}", full=True)
+        found = await run(killed, 5)
+        await killed.kill()
+        assert killed.epoch == 6
+        for name, vector in expected.items():
+            assert torch.equal(found[name], vector), name
+
+
+async def test_a_checkpoint_is_a_directory_of_transformers_and_the_start_of_another_model(server: Server) -> None:
+    first, second, third = Client(server, MODELS[0]), Client(server, MODELS[1]), Client(server, "s:train:2")
+    await first.create(FULL)
+    for body in (forward_backward(0), STEP):
+        await first.call(body)
+    saved = await first.call(Save(kind="weights", name="a"))
+    assert saved.path == f"tinker://{MODELS[0]}/weights/a"
+    assert (await first.call(Save(kind="sampler_weights", name="b"))).path.endswith("/sampler_weights/b")
+    checkpoints = {one.kind: one for one in await server.records.checkpoints(MODELS[0])}
+    places = {kind: tinker_place(server.data_dir, MODELS[0]) / kind / one.place for kind, one in checkpoints.items()}
+    sizes = {kind: sum(f.stat().st_size for f in place.rglob("*") if f.is_file()) for kind, place in places.items()}
+    assert {kind: one.size for kind, one in checkpoints.items()} == sizes
+    assert {one.lora for one in checkpoints.values()} == {FULL}
+    loaded = AutoModelForCausalLM.from_pretrained(places["sampler_weights"], dtype=torch.float32)
+    weights = await server.adapter(MODELS[0], "weights")
+    assert torch.equal(torch.cat([one.detach().flatten() for one in loaded.parameters()]), weights)
+
+    await second.create(FULL, start=str(places["weights"]), optimizer=True)
+    for name in VECTORS:
+        assert torch.equal(await server.adapter(MODELS[1], name), await server.adapter(MODELS[0], name)), name
+    await third.create(FULL, start=str(places["sampler_weights"]))
+    assert torch.equal(await server.adapter("s:train:2", "weights"), weights)
+    assert not (await server.adapter("s:train:2", "exp_avg")).any()
+
+    for body in (forward_backward(1), STEP):
+        await first.call(body)
+    assert not torch.equal(await server.adapter(MODELS[0], "weights"), weights)
+    await first.call(Load(path=saved.path, directory=str(places["weights"]), optimizer=True))
+    assert torch.equal(await server.adapter(MODELS[0], "weights"), weights)
+    refused = await third.call(Load(path="p", directory=str(places["sampler_weights"]), optimizer=True))
+    assert isinstance(refused, Failed) and "no optimizer state" in refused.error
+
+
+async def test_an_adapter_is_refused_here_and_all_weights_elsewhere(
+    bus: Bus, store: Store, whole: BaseModel, server: Server, tmp_path: Path
+) -> None:
+    refused = await Client(server, MODELS[0]).create(LoraShape(rank=4))
+    assert isinstance(refused, Failed) and "trains all weights, and no adapters" in refused.error
+    await server.kill()
+    other = await fresh_server(bus, store, whole, tmp_path / "other")
+    refused = await Client(other, MODELS[0]).create(FULL)
+    assert isinstance(refused, Failed) and "trains adapters, and not all weights" in refused.error
+    await other.kill()
