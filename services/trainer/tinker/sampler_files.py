@@ -23,9 +23,12 @@ KEPT_OF = {"weights": WEIGHTS_KEPT_S, "sampler_weights": KEPT_S, "external_weigh
 MOST_KEPT = 64
 """Samplers of a model that keep replaced files, the most recently used ones: a loop may make one in each step."""
 
+FULL_KEPT_S, FULL_MOST_KEPT = 600.0, 4
+"""Likewise of models that train all weights: each file is as large as the base."""
 
-async def kept_for_clients(records: TinkerStore, model: str) -> set[str]:
-    """Return the directories of the model's samplers whose clients send heartbeats."""
+
+async def kept_for_clients(records: TinkerStore, model: str, *, most: int | None = None) -> set[str]:
+    """Return the directories of the model's samplers whose clients send heartbeats; `most`: by default MOST_KEPT."""
     kept, left, alive = dict[str, None](), [], dict[str, bool]()
     for sampler in await records.samplers_of(model):
         if sampler.session not in alive:
@@ -35,7 +38,7 @@ async def kept_for_clients(records: TinkerStore, model: str) -> set[str]:
         else:
             left.append(sampler.id)
     await records.forget_use(model, left)
-    return set(list(kept)[:MOST_KEPT])
+    return set(list(kept)[: MOST_KEPT if most is None else most])
 
 
 def remove_replaced(root: Path, *, newest: Set[str], kept: Set[str], now: float, kept_s: float = KEPT_S) -> list[str]:

@@ -133,19 +133,23 @@ class TinkerJob:
 
     async def _tidy(self) -> None:
         """Remove files of samplers that no client uses any longer, and that were replaced or whose model has ended."""
-        records = self._shared.records
+        records, most, kept_s = self._shared.records, sampler_files.MOST_KEPT, sampler_files.KEPT_S
+        if self._shared.spec.tinker.full_weights:
+            most, kept_s = sampler_files.FULL_MOST_KEPT, sampler_files.FULL_KEPT_S
         for model in await records.models_of(self.lease.job):
             place, now = self._shared.place(model), time.time()
-            kept = await sampler_files.kept_for_clients(records, model)
+            kept = await sampler_files.kept_for_clients(records, model, most=most)
             ended = await asyncio.to_thread((place / "state" / model_files.ENDED).exists)
             root = place / "samplers"
             newest = set() if ended else await asyncio.to_thread(sampler_files.newest_of, root)
-            await asyncio.to_thread(sampler_files.remove_replaced, root, newest=newest, kept=kept, now=now)
+            await asyncio.to_thread(
+                sampler_files.remove_replaced, root, newest=newest, kept=kept, now=now, kept_s=kept_s
+            )
             found = await records.checkpoints(model)
-            for kind, kept_s in sampler_files.KEPT_OF.items():
+            for kind, kind_s in sampler_files.KEPT_OF.items():
                 newest = {one.place for one in found if one.kind == kind}
                 await asyncio.to_thread(
-                    sampler_files.remove_replaced, place / kind, newest=newest, kept=kept, now=now, kept_s=kept_s
+                    sampler_files.remove_replaced, place / kind, newest=newest, kept=kept, now=now, kept_s=kind_s
                 )
 
     async def _close(self) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -12,10 +14,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from opentinker.services.trainer.bank.base_model import BaseModel
-from opentinker.services.trainer.tinker import model_runner
+from opentinker.services.trainer.tinker import model_runner, sampler_files
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.state.store import Store
-from opentinker.shared.types.tinker import Failed, Load, LoraShape, Save, tinker_place
+from opentinker.shared.types.tinker import Failed, Load, LoraShape, Save, TinkerSession, tinker_place
 from tests.conftest import until
 from tests.integration.trainer.tinker.conftest import (
     STEP,
@@ -115,6 +117,23 @@ async def test_a_checkpoint_is_a_directory_of_transformers_and_the_start_of_anot
     assert torch.equal(await server.adapter(MODELS[0], "weights"), weights)
     refused = await third.call(Load(path="p", directory=str(places["sampler_weights"]), optimizer=True))
     assert isinstance(refused, Failed) and "no optimizer state" in refused.error
+
+
+async def test_few_weights_of_samplers_are_kept_for_each_is_as_large_as_the_base(server: Server) -> None:
+    client = Client(server, MODELS[0])
+    await client.create(FULL)
+    await server.records.open_session(TinkerSession(id="s", tenant="acme", created=1.0))
+    root = tinker_place(server.data_dir, MODELS[0]) / "samplers"
+    count = sampler_files.FULL_MOST_KEPT + 3
+    for number in range(count):
+        await client.call(Save(kind="sampler_weights", sampler=f"s:sampler:{number}"))
+        sampler = await server.records.sampler("acme", f"s:sampler:{number}")
+        await server.records.used_sampler(sampler, sampler)
+    for path in root.iterdir():
+        os.utime(path, (time.time() - sampler_files.FULL_KEPT_S - 1,) * 2)
+    await server.job._tidy()
+    last = [f"s:sampler:{number}@{number + 1}" for number in range(3, count)]
+    assert sorted(path.name for path in root.iterdir()) == last
 
 
 async def test_an_adapter_is_refused_here_and_all_weights_elsewhere(
