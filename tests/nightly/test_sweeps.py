@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 import shlex
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -100,7 +101,7 @@ async def test_a_stranger_has_a_first_sweep_of_their_own_by_the_documentation(
 
 
 @pytest.mark.timeout(1200)
-async def test_32_jobs_under_up_end_with_the_best_and_let_another_job_pass(
+async def test_32_jobs_under_up_outlive_a_kill_end_with_the_best_and_let_another_job_pass(
     stranger: Stranger, tmp_path: Path, figure: Figure
 ) -> None:
     toy_model(stranger.clone / "runs/models/tiny")
@@ -113,6 +114,8 @@ async def test_32_jobs_under_up_end_with_the_best_and_let_another_job_pass(
         began = time.monotonic()
         made = stranger.type("opentinker", "submit", "toy.toml", "--set", varied, "--set", 'sweep.metric="exact"')
         id = made.split()[0]
+        await until(lambda: _finished(stranger, id), lambda count: count >= 4, timeout_s=300)
+        os.kill(_scheduler_of(process), signal.SIGKILL)
         await asyncio.to_thread(stranger.type, "opentinker", "submit", "toy.toml", "--watch")
         state = orjson.loads(stranger.type("opentinker", "sweep", id, "--json"))
         assert state["state"] == "running", "the other job waited for the whole sweep"
@@ -120,8 +123,23 @@ async def test_32_jobs_under_up_end_with_the_best_and_let_another_job_pass(
         found = orjson.loads(stranger.type("opentinker", "sweep", id, "--json"))
         assert (found["state"], found["trials"]) == ("succeeded", {"finished": 32})
         assert found["best"]["settings"] == {"rollout.toy.skill": 1.0}
-        figure(f"a sweep of 32 toy jobs under `opentinker up`: {time.monotonic() - began:.0f} s")
+        assert found["jobs"] == 32, "the killed scheduler's jobs were not submitted again"
+        seconds = time.monotonic() - began
+        figure(f"a sweep of 32 toy jobs with a kill of the scheduler under `opentinker up`: {seconds:.0f} s")
         await _stop(stranger, process)
+
+
+def _finished(stranger: Stranger, id: str) -> int:
+    found = orjson.loads(stranger.type("opentinker", "sweep", id, "--json"))
+    return int(found["trials"].get("finished", 0))
+
+
+def _scheduler_of(process: subprocess.Popen[bytes]) -> int:
+    found = subprocess.run(
+        ["pgrep", "-P", str(process.pid), "-f", "opentinker.services.scheduler"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return int(found.stdout)
 
 
 async def _is_ready(stranger: Stranger, process: subprocess.Popen[bytes]) -> None:

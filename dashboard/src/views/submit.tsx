@@ -22,8 +22,6 @@ interface Estimate {
   jobs: number;
   steps: number;
   seconds: number;
-  seconds_low: number;
-  seconds_high: number;
   worker_s: number;
   gpu_s: number;
   cost: number | null;
@@ -293,7 +291,6 @@ function Taken({ estimate }: { estimate: Estimate | null }): JSX.Element {
   return (
     <p>
       <b>{duration(estimate.seconds)}</b>
-      {estimate.seconds_high > estimate.seconds_low && ` (${duration(estimate.seconds_low)} to ${duration(estimate.seconds_high)})`}
       {estimate.jobs > 1 ? ` each, ${counted(estimate.jobs, "job")}` : ""}, {hours.join(", ")}
       <br />
       <small class="dim">{estimate.basis}</small>

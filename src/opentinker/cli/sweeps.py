@@ -183,8 +183,8 @@ def _show(found: Sweep, limit: int, url: str | None) -> None:
     ended = found["finished"]
     lasted = rough((ended or time.time()) - found["created"])
     reason = f": {found['reason']}" if found["reason"] else ""
-    labels = [*([f"project {found['project']}"] if found["project"] else []), *found["tags"]]
-    say("  ".join([found["id"], on_one_line(found["name"]), *([", ".join(labels)] if labels else [])]))
+    labels = [f"project {found['project']}" if found["project"] else "", ", ".join(found["tags"])]
+    say("  ".join(filter(None, [found["id"], on_one_line(found["name"]), *labels])))
     if found["notes"]:
         say(found["notes"])
     cost = f"{found['jobs']} jobs, {found['worker_s']:.0f} worker-seconds"

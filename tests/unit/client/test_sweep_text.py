@@ -76,7 +76,7 @@ def test_the_hint_names_the_best_job_of_the_best_trial(capsys: pytest.CaptureFix
 
 def test_labels_are_shown_where_there_are_any(capsys: pytest.CaptureFixture[str]) -> None:
     said = printed(sweep(trial(0, [0.5]), project="maths", tags=["base", "odd"], notes="second seed"), capsys)
-    assert said.startswith("s-1  x  project maths, base, odd\nsecond seed\n")
+    assert said.startswith("s-1  x  project maths  base, odd\nsecond seed\n")
     assert printed(sweep(trial(0, [0.5])), capsys).startswith("s-1  x\nsucceeded")
 
 

@@ -78,14 +78,11 @@ def validate(
 def in_words(estimate: JobEstimate) -> str:
     from opentinker.cli.views.watch import duration
 
-    spread = ""
-    if estimate["seconds_high"] > estimate["seconds_low"]:
-        spread = f" ({duration(estimate['seconds_low'])} to {duration(estimate['seconds_high'])})"
     each = " each" if estimate["jobs"] > 1 else ""
     cost = "" if estimate["cost"] is None else f", {estimate['cost']:,.2f} {estimate['currency']}"
     gpus = f", {estimate['gpu_s'] / 3600:,.3g} GPU hours" if estimate["gpu_s"] else ""
     hours = f"{estimate['worker_s'] / 3600:,.3g} worker hours{gpus}{cost}"
-    return f"estimate: {duration(estimate['seconds'])}{spread} of running{each}, {hours}: {estimate['basis']}"
+    return f"estimate: {duration(estimate['seconds'])} of running{each}, {hours}: {estimate['basis']}"
 
 
 def looked_at(data: dict[str, Any], server: str | None, beside: Path, whole: dict[str, Any]) -> dict[str, Any]:

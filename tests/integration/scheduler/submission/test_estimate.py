@@ -77,7 +77,7 @@ async def test_several_jobs_like_it_give_their_median_and_their_range(ctx: Conte
     assert found is not None and found["like"] == ids[::-1]
     assert (found["seconds"], found["seconds_low"], found["seconds_high"]) == pytest.approx((210.0, 180.0, 240.0))
     assert found["basis"] == "median of 4 jobs like it, 3 to 4 min"
-    assert in_words(found).startswith("estimate: 3:30 min (3:00 min to 4:00 min) of running, ")
+    assert in_words(found).startswith("estimate: 3:30 min of running, ")
     assert found["worker_s"] == pytest.approx(420.0)
 
 
