@@ -31,6 +31,7 @@ from opentinker.shared.spec.notify import MAX_NOTIFY, NotifySpec
 from opentinker.shared.spec.policies import (
     MatchSpec,
     PolicySpec,
+    right_policies,
     settle_policies,
     spec_of,
     too_many_policies,
@@ -214,6 +215,11 @@ class JobSpec(SpecPart):
         found += [mistake(part, None, f"{IS_NEEDED} for kind = {kind!r}") for part in NEEDED[kind] if part not in there]
         found += misplaced_critic(data) + unknown_policies(data) + unknown_pools(data) + too_many_policies(data)
         return found + _length(kind, data.get("train"), data.get("data"))
+
+    @classmethod
+    def stand_ins(cls, data: dict[str, Any], wrong: set[Any]) -> dict[str, Any]:
+        found = super().stand_ins(data, wrong)
+        return {**found, "policies": right_policies(data)} if "policies" in wrong else found
 
     @model_serializer(mode="wrap")
     def _own_parts(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:

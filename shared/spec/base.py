@@ -47,6 +47,11 @@ class SpecPart(BaseModel):
         """Fills in what follows from other fields; returns what is wrong between fields right in themselves."""
         return []
 
+    @classmethod
+    def stand_ins(cls, data: dict[str, Any], wrong: set[Any]) -> dict[str, Any]:
+        """Return what takes the place of fields that are wrong."""
+        return {name: value for name, value in cls.STAND_INS.items() if name in wrong}
+
     @model_validator(mode="wrap")
     @classmethod
     def _every_mistake(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
@@ -62,12 +67,8 @@ class SpecPart(BaseModel):
             wrong += without_branches([mistake for item in found for mistake in mistakes_of(item, data)])
             names = {item["loc"][0] for item in found}
             try:
-                part = handler(
-                    {
-                        **{k: v for k, v in data.items() if k not in names},
-                        **{k: v for k, v in cls.STAND_INS.items() if k in names},
-                    }
-                )
+                right = {name: value for name, value in data.items() if name not in names}
+                part = handler({**right, **cls.stand_ins(data, names)})
             except ValidationError:  # a required field is wrong: the others cannot be judged
                 raise Mistakes(wrong) from None
         judged = part.resolve()  # of what is wrong in itself, its stand-in was judged

@@ -97,17 +97,21 @@ def _with_suggestion(mistake: dict[str, Any], paths: list[str]) -> dict[str, Any
 
 
 def meant(field: str, paths: list[str]) -> str | None:
-    """The path of the setting that `field` probably means. `paths`: all settings, without numbers of lists."""
+    """The path of the setting that `field` probably means. `paths`: all settings, without numbers of lists and names of
+    policies, seats and pools."""
     *above, key = field.split(".")
-    part = ".".join(name for name in above if not name.isdecimal())
-    prefix = f"{part}." if part else ""
-    beside = {path.removeprefix(prefix): path for path in paths if path.startswith(prefix)}
-    beside = {name: path for name, path in beside.items() if "." not in name}
+    part: list[str] = []
+    for name in above:
+        part += [name] if ".".join([*part, name]) in paths else []
+    prefix = "".join(f"{name}." for name in part)
+    beside = [path.removeprefix(prefix) for path in paths if path.startswith(prefix)]
+    beside = [name for name in beside if "." not in name]
     called = key.lower().replace("-", "_")
     if synonym := next((path for path, names in SYNONYMS.items() if called in names and path in paths), None):
-        return synonym
-    if near := nearest(key, list(beside)):
-        return beside[near]
+        of_policy = above[:2] if above[:1] == ["policies"] and f"policies.{synonym}" in paths else []
+        return ".".join([*of_policy, synonym])
+    if near := nearest(key, beside):
+        return ".".join([*above, near])
     elsewhere: dict[str, str] = {}
     for path in paths:
         elsewhere.setdefault(path.rpartition(".")[2], path)

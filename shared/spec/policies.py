@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from opentinker.shared.spec.algorithm import AlgorithmSpec
 from opentinker.shared.spec.base import Ranks, SpecPart, Steps
@@ -13,11 +14,11 @@ from opentinker.shared.spec.frozen_models import TeacherSpec, ValueModelSpec, fr
 from opentinker.shared.spec.model import ModelSpec
 from opentinker.shared.spec.pools import settle_pools
 from opentinker.shared.spec.schedules import DEFAULT_GROWTH, ScheduleName, settle_schedule, steps_may_differ
-from opentinker.shared.spec.seats import MAX_POLICIES, all_players, seat_mistakes
+from opentinker.shared.spec.seats import MAX_POLICIES, PolicyName, all_players, seat_mistakes
 from opentinker.shared.spec.start import StartSpec
 from opentinker.shared.spec.train import TrainSpec
 from opentinker.shared.types.core import POLICY_TABLES
-from opentinker.shared.types.mistakes import Mistake, fill, mistake, mistakes_of
+from opentinker.shared.types.mistakes import Mistake, fill, mistake, mistakes_of, right_parts
 
 if TYPE_CHECKING:
     from opentinker.shared.spec import JobSpec
@@ -68,7 +69,7 @@ class PolicySpec(SpecPart):
     """advantage = "gae": train a critic of this policy although the job has a [value_model]. Without any value model it
     does so anyway."""
 
-    STAND_INS = {"model": {"base": "x"}}
+    STAND_INS = {"model": {"base": "x"}, "teacher": {"base": "x"}, "value_model": {"base": "x"}}
 
 
 class MatchSpec(SpecPart):
@@ -140,6 +141,29 @@ def _valid_settings(table: str, written: Any) -> Any:
         wrong = {mistake["field"].partition(".")[0] for mistake in found}
         return {name: value for name, value in written.items() if name not in wrong}
     return written
+
+
+def right_policies(data: dict[str, Any]) -> dict[str, Any]:
+    """Return the policies of a spec, as written, those that are wrong in themselves without their wrong settings, so
+    that other parts that name them can be judged."""
+    names, policies = TypeAdapter(PolicyName), with_job_settings(data).get("policies")
+    found = {}
+    for name, policy in policies.items() if isinstance(policies, dict) else ():
+        with contextlib.suppress(ValidationError):
+            found[names.validate_python(name)] = _right_policy(policy)
+    return found
+
+
+def _right_policy(policy: Any) -> dict[str, Any]:
+    least = {"model": PolicySpec.STAND_INS["model"]}
+    if not isinstance(policy, dict):
+        return least
+    found = {table: _valid_settings(table, policy[table]) for table in INHERITED if table in policy}
+    others = {name: {**least, name: value} for name, value in policy.items() if name not in INHERITED}
+    right = right_parts(PolicySpec, others)
+    found |= {name: policy[name] for name in right}
+    found |= {name: part for name, part in PolicySpec.STAND_INS.items() if name in others and name not in right}
+    return found if right_parts(PolicySpec, {0: found}) else least
 
 
 def _merge(job: Mapping[str, Any], policy: dict[str, Any]) -> dict[str, Any]:

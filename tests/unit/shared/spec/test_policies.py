@@ -95,6 +95,28 @@ def test_every_mistake_is_reported_at_once() -> None:
     assert "its policies are: speaker, listener, third" in found["seats.listener"]
 
 
+def test_mistakes_in_a_policy_make_no_others_and_hide_none() -> None:
+    """What names policies is judged by those that there are, with their own settings as far as they are right."""
+    wrong = {"train": {"lrr": 3, "steps": 20}, "algorithm": {"groups_per_batch": 2}, "reference": 1}
+    found = refused(
+        policies={"speaker": wrong, "listener": 3, "Third": {}, "idle": {}},
+        seats={"speaker": "speaker", "listener": "listener", "third": {"pool": "past"}},
+        match={"rotate": True, "schedule": "drop"},
+        algorithm={"group_size": 6, "groups_per_batch": 4},
+        pools={"past": {"policy": "speaker", "every": 15}},
+        validation={"every": 5, "against": [{"policy": "listener"}]},
+    )
+    assert found.keys() == {
+        "policies.speaker.train.lrr",
+        "policies.speaker.reference",
+        "policies.listener",
+        "policies.Third.[key]",
+        "seats",
+    }
+    assert "did you mean policies.speaker.train.lr?" in found["policies.speaker.train.lrr"]
+    assert "policy 'idle' no seat" in found["seats"]
+
+
 @pytest.mark.parametrize(
     ("changes", "field", "problem"),
     [

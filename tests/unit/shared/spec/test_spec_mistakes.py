@@ -53,6 +53,18 @@ def test_an_unknown_setting_is_answered_with_the_one_that_was_meant(wrong: str, 
     assert described(mistake) == f"{wrong}: unknown setting; did you mean {meant}?"
 
 
+def test_what_was_meant_stands_in_the_same_policy_or_entry_of_a_list() -> None:
+    judge = {"base": "m", "wieght": 1}
+    policy = {"train": {"lrr": 1, "learning_rate": 1}, "model": {"lora": {"rnk": 1}}}
+    spec = {**changed("name", "x"), "reward_models": [judge], "policies": {"a": policy}, "seats": {"s": "a"}}
+    assert {one["field"]: one.get("suggestion") for one in mistakes_in(spec)} == {
+        "reward_models.0.wieght": "reward_models.0.weight",
+        "policies.a.train.lrr": "policies.a.train.lr",
+        "policies.a.train.learning_rate": "policies.a.train.lr",
+        "policies.a.model.lora.rnk": "policies.a.model.lora.rank",
+    }
+
+
 def test_what_was_meant_is_a_setting_of_this_kind_of_job() -> None:
     (mistake,) = mistakes_in({**ROWS, "data": {"path": "p", "per_device_train_batch_size": 4}})
     assert mistake["suggestion"] == "data.batch_size"
