@@ -21,6 +21,7 @@ from opentinker.services.trainer.cpu_shares import CpuShares
 from opentinker.shared.asyncio_tools import cancel_and_wait, finish_uncancelled
 from opentinker.shared.data.readable_paths import opening
 from opentinker.shared.durable_files import local_path
+from opentinker.shared.runtime.memory import memory_bytes
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.engines import MAX_SHARED_RANK, bank_of
@@ -35,6 +36,11 @@ log = structlog.get_logger()
 
 THREADS_PER_JOB = 8
 """Learners wait for the bank in threads, and must not keep others from theirs."""
+
+HOST_BYTES = 2**30
+"""Of host memory, for adapters that are in no slot."""
+FULL_HOST_SHARE = 3
+"""Models of all weights that wait for their turn may have this fraction of the memory."""
 
 Files = tuple[tuple[str, int, int], ...]
 """Name, size and time of the files of a model."""
@@ -179,8 +185,10 @@ class SharedBase:
         model = BaseModel(spec.model.base, spec.model.dtype)
         # Not measured: the largest pass takes minutes on a CPU, and the operator has said how many jobs there are.
         clients = spec.tinker.max_adapters if spec.kind == "tinker" else 0
-        slots = 1 if spec.tinker.full_weights else max(self._ctx.settings.bank_jobs, clients)
-        return BankLoop(AdapterBank(model, store, limits, slots=slots))
+        slots, host_bytes = max(self._ctx.settings.bank_jobs, clients), HOST_BYTES
+        if spec.tinker.full_weights:  # a model that waits for its turn should not have to be written to disk
+            slots, host_bytes = 1, max(HOST_BYTES, memory_bytes() // FULL_HOST_SHARE)
+        return BankLoop(AdapterBank(model, store, limits, slots=slots, host_bytes=host_bytes))
 
 
 def _fingerprint(base: str) -> Files:

@@ -102,10 +102,11 @@ class AdapterBank:
         if self.slots != 1:
             raise Refused("this trainer holds adapters beside each other; all weights need one that is for them alone")
         weights = 4 * sum(parameter.numel() for parameter in self.base.causal.parameters())
-        if (needed := FULL_VECTORS * weights) > (there := device_memory(self.base.device)):
+        kept = 0 if self.base.device == "cuda" else self.residency.host_bytes
+        if (needed := FULL_VECTORS * weights) > (there := device_memory(self.base.device) - kept):
             raise Refused(
-                f"training all weights takes {needed / 2**30:.1f} GiB, and the device has {there / 2**30:.1f}; train "
-                "an adapter (a rank above 0), or choose a smaller base"
+                f"training all weights takes {needed / 2**30:.1f} GiB, and the device has {there / 2**30:.1f} for it; "
+                "train an adapter (a rank above 0), or choose a smaller base"
             )
 
     def _add(self, adapter: Adapter, owner: str) -> None:

@@ -154,8 +154,10 @@ def test_it_is_refused_beside_adapters_and_where_it_does_not_fit(
     with pytest.raises(Refused, match="for them alone"):
         shared.create("m", None, 0)
     module = "opentinker.services.trainer.bank.adapter_bank.device_memory"
-    monkeypatch.setattr(module, lambda _: 1000)
-    with pytest.raises(Refused, match=r"takes 0\.0 GiB, and the device has 0\.0"):
+    monkeypatch.setattr(module, lambda _: bank.residency.host_bytes + 2**26)
+    bank.create("fits", None, 0)
+    monkeypatch.setattr(module, lambda _: bank.residency.host_bytes + 1000)
+    with pytest.raises(Refused, match=r"takes 0\.0 GiB, and the device has 0\.0 for it"):
         bank.create("m", None, 0)
     monkeypatch.undo()
     bank.create("lora", LoraSpec(rank=2), 0)  # its layers are adapted from now on
