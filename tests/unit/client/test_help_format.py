@@ -69,7 +69,9 @@ def test_words_of_other_command_lines_are_understood() -> None:
         ("get jobs", "jobs"), ("list sweeps", "sweeps"), ("get job j-1", "job"), ("describe sweep s-1", "sweep"),
         ("checkpoint list", "checkpoints"), ("sweeps ls", "sweeps"), ("list environments", "env list"),
         ("describe environment copy_digits", "env about"), ("get keys", "keys list"), ("env describe x", "env about"),
-        ("environments ls", "env list"), ("job get j-1", "job"), ("get j-1", "job"),
+        ("get metrics j-1", "metrics"), ("list models", "checkpoints"), ("get logs j-1", "logs"),
+        ("get usage", "usage"), ("list published", "published"), ("environments ls", "env list"),
+        ("job get j-1", "job"), ("get j-1", "job"),
     ):  # fmt: skip
         assert shown(*words.split()) == shown(*command.split()) != "", words
     assert typed("version").stdout == typed("--version").stdout

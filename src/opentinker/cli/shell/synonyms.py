@@ -27,6 +27,13 @@ KINDS = {
     "job": Kind(("jobs",), ("job",)),
     "sweep": Kind(("sweeps",), ("sweep",)),
     "checkpoint": Kind(("checkpoints",), ("checkpoints",)),
+    "model": Kind(("checkpoints",), ("checkpoints",)),
+    **{
+        name: Kind((f"{name}s",), (f"{name}s",))
+        for name in ("artifact", "distribution", "event", "failure", "log", "metric", "rollout", "row", "transcript")
+    },
+    "published": Kind(("published",), ("published",)),
+    "usage": Kind(("usage",), ("usage",)),
     "environment": Kind(("env", "list"), ("env", "about")),
     "env": Kind(("env", "list"), ("env", "about")),
     "key": Kind(("keys", "list"), ("keys", "list")),
