@@ -23,6 +23,7 @@ from opentinker.cli.common import (
     print_json,
     print_line,
     print_table,
+    running_server,
     same_server,
     say,
 )
@@ -61,7 +62,7 @@ def submit(
     if (swept := read_sweep(path, from_checkpoint, with_optimizer, changes, steps)) is not None:
         return submit_file(path, swept, url, follow, as_json)
     api = client(url, patience_s=PATIENCE_S if follow else 2.0)
-    spec = read_spec(path, from_checkpoint, with_optimizer, changes, steps)
+    spec = read_spec(path, from_checkpoint, with_optimizer, changes, steps, url or running_server())
     with located(path):
         record = api.submit(spec, beside=path.parent)
     _begin(api, record, url, follow, as_json)

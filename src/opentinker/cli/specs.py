@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import orjson
 import typer
 
-from opentinker.cli.common import AsJson, as_typed, assigned, print_json, say
+from opentinker.cli.common import AsJson, as_typed, assigned, client, print_json, say
 from opentinker.cli.shell import complete
 from opentinker.shared.types.errors import OpenTinkerError, SpecError, described
 
@@ -43,9 +43,10 @@ def read_spec(
     with_optimizer: bool = False,
     changes: list[str] | None = None,
     steps: int | None = None,
+    server: str | None = None,
 ) -> dict[str, Any]:
     """A valid spec as plain data, with `changes` (SETTING=VALUE), another [start] and another number of steps if they
-    are given. Raises SpecError with every mistake."""
+    are given. Raises SpecError with every mistake, also with those that only the server at this URL can find."""
     from opentinker.sdk.inputs import started
     from opentinker.sdk.spec_location import located
     from opentinker.shared.spec import parse_spec
@@ -66,8 +67,24 @@ def read_spec(
         data = started(data, from_checkpoint, with_optimizer)
         if steps is not None:
             data = of_length(data, steps)
-        check_environment(parse_spec(data))
+        try:
+            check_environment(parse_spec(data))
+        except SpecError as error:
+            more = [] if server is None else mistakes_at(server, data, path.parent)
+            known = {(one["field"], one["problem"]) for one in error.mistakes}
+            unknown = [one for one in more if (one["field"], one["problem"]) not in known]
+            raise SpecError([*error.mistakes, *unknown]) from None
     return dict(data)
+
+
+def mistakes_at(server: str, data: dict[str, Any], beside: Path) -> list[Any]:
+    """Return the mistakes that a server finds in a spec: also in seats, and in checkpoints that it names. None if it
+    does not answer: what was found without it is reported all the same."""
+    try:
+        with client(server) as api:
+            return [*api.validate(data, beside=beside, scope="queue")["mistakes"]]
+    except OpenTinkerError:
+        return []
 
 
 def read_sweep(

@@ -49,6 +49,19 @@ async def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     return await asyncio.to_thread(typed, *arguments)
 
 
+async def test_mistakes_that_only_a_server_finds_are_reported_with_all_others(on: list[str], tmp_path: Path) -> None:
+    seats = {"white": {"frozen": "j-0000000000@5"}, "black": "player"}
+    spec = {**SPEC, "policies": {"player": {}}, "seats": seats, "train": {"steps": 3, "lrr": 1}}
+    (tmp_path / "job.json").write_bytes(orjson.dumps(spec))
+    for command in ("submit", "validate"):
+        done = await run(command, tmp_path / "job.json", *on)
+        assert done.returncode == 2 and done.stderr.startswith("error: 2 mistakes"), done.stderr
+        assert "train.lrr: unknown setting; did you mean train.lr? (job.json:1)" in done.stderr
+        assert "seats.white.frozen = 'j-0000000000@5'" in done.stderr
+    alone = await run("validate", tmp_path / "job.json", "--quick", *on)
+    assert alone.stderr.startswith("error: 1 mistake")
+
+
 async def listed(*arguments: object) -> list[str]:
     return [job["name"] for job in orjson.loads((await run("jobs", "--json", *arguments)).stdout)]
 

@@ -39,10 +39,11 @@ def validate(
     from opentinker.shared.spec import parse_spec
     from opentinker.shared.spec.sweeps.children import parse_sweep
 
+    server = None if quick or here else url or running_server()
     try:
         swept = read_sweep(path, changes=changes)
         sweep = None if swept is None else parse_sweep(swept)
-        data = read_spec(path, changes=changes) if sweep is None else sweep.first_job
+        data = read_spec(path, changes=changes, server=server) if sweep is None else sweep.first_job
         spec = parse_spec(data)
     except SpecError as error:
         if not as_json:
@@ -51,7 +52,6 @@ def validate(
         raise typer.Exit(2) from None
     found: dict[str, Any] = {"valid": True, "mistakes": [], "checks": []}
     if not quick:
-        server = None if here else url or running_server()
         found = looked_at(data, server, path.parent, data if swept is None else swept)
         found["mistakes"] = with_places(found["mistakes"], path)
         found["checks"] = [_with_command(check, path.read_text()) for check in found["checks"]]
