@@ -7,6 +7,7 @@ that `free_port` gave, in servers of its own process.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import re
 import signal
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -91,6 +92,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.path.is_relative_to(NIGHTLY):
             item.add_marker(pytest.mark.nightly)
     items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Have the collector rest while test files are imported, which would take twice as long, and let it pass by the
+    million objects of these imports afterwards: 0.6 s each time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(autouse=True)

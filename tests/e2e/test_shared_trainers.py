@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from opentinker.shared.spec import JobSpec
 from opentinker.shared.types.manifest import ADAPTER
 from tests.conftest import until
 from tests.samples.row_samples import chat_model, copies, row_spec, write_rows
-from tests.support.cluster import Cluster
+from tests.support.cluster import Cluster, shared_fixture
 from tests.support.factories import make_spec
 
 LORA = {"rank": 8, "alpha": 16.0}
@@ -24,12 +23,10 @@ STEPS = 40
 """Of the reinforcement-learning job."""
 SHARED = {"trainer": "shared"}
 SETTINGS: dict[str, Any] = {"bank_jobs": 3, "bank_tokens": 1024, "heartbeat_s": 0.5, "worker_ttl_s": 3}
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-@pytest.fixture
-async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
-    async with Cluster(tmp_path / "cluster", **SETTINGS) as made:
-        yield made
+cluster = shared_fixture(Cluster, **SETTINGS)
 
 
 def rows_of(base: Path, rows: Path, seed: int, **train: Any) -> JobSpec:
@@ -57,54 +54,54 @@ def gap(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return float((one - other).norm() / other.norm())
 
 
-async def test_jobs_of_one_base_train_in_one_process_and_survive_its_kill(cluster: Cluster, tmp_path: Path) -> None:
+async def test_jobs_of_one_base_train_in_one_process_and_survive_its_kill(system: Cluster, tmp_path: Path) -> None:
     """The weights are those of the same jobs one at a time without a kill."""
     base, rows = chat_model(tmp_path / "m"), write_rows(tmp_path / "rows.jsonl", copies(64))
-    alone = {seed: weights(cluster, await cluster.run(rows_of(base, rows, seed))) for seed in (1, 2)}
-    reinforced = await cluster.submit(played(base))
-    await until(lambda: cluster.step(reinforced), lambda step: step >= 2)
-    supervised = {seed: await cluster.submit(rows_of(base, rows, seed)) for seed in (1, 2)}
+    alone = {seed: weights(system, await system.run(rows_of(base, rows, seed))) for seed in (1, 2)}
+    reinforced = await system.submit(played(base))
+    await until(lambda: system.step(reinforced), lambda step: step >= 2)
+    supervised = {seed: await system.submit(rows_of(base, rows, seed)) for seed in (1, 2)}
     jobs = [*supervised.values(), reinforced]
 
     async def steps() -> list[int]:
-        return [await cluster.step(job) for job in jobs]
+        return [await system.step(job) for job in jobs]
 
     await until(steps, lambda found: min(found) >= 2)
-    workers = [worker for worker in await cluster.store.workers() if worker.job in jobs and worker.bank]
+    workers = [worker for worker in await system.store.workers() if worker.job in jobs and worker.bank]
     assert len(workers) == 3 and len({worker.pid for worker in workers}) == 1
-    cluster.kill("trainer-0")
+    system.kill("trainer-0")
     for job in jobs:
-        assert (await cluster.succeeds(job))["restarts"] == 1
+        assert (await system.succeeds(job))["restarts"] == 1
     for seed, job in supervised.items():
-        assert gap(weights(cluster, job), alone[seed]) < 1e-2
-        assert gap(weights(cluster, job), alone[3 - seed]) > 0.1
-    ledger = (await cluster.client.job(reinforced))["ledger"]
+        assert gap(weights(system, job), alone[seed]) < 1e-2
+        assert gap(weights(system, job), alone[3 - seed]) > 0.1
+    ledger = (await system.client.job(reinforced))["ledger"]
     assert ledger["trained"] == STEPS * 2 and ledger["pending"] == 0
 
 
-async def test_a_job_of_another_base_waits_and_says_for_what(cluster: Cluster, tmp_path: Path) -> None:
+async def test_a_job_of_another_base_waits_and_says_for_what(system: Cluster, tmp_path: Path) -> None:
     first, second = (chat_model(tmp_path / name, hidden_size=size) for name, size in (("a", 32), ("b", 64)))
     rows = write_rows(tmp_path / "rows.jsonl", copies(64))
-    running = await cluster.submit(rows_of(first, rows, 1, steps=100_000))
-    await cluster.runs(running)
-    waiting = await cluster.submit(rows_of(second, rows, 1))
+    running = await system.submit(rows_of(first, rows, 1, steps=100_000))
+    await system.runs(running)
+    waiting = await system.submit(rows_of(second, rows, 1, steps=10))
 
     async def told() -> str:
-        return str((await cluster.client.job(waiting))["waiting_for"])
+        return str((await system.client.job(waiting))["waiting_for"])
 
     assert f"for jobs that share {second} in float32" in await until(told, lambda text: "share" in text)
-    await cluster.client.cancel(running)
-    await cluster.succeeds(waiting)
+    await system.client.cancel(running)
+    await system.succeeds(waiting)
 
 
-async def test_a_job_with_a_trainer_of_its_own_takes_none_that_is_shared(cluster: Cluster, tmp_path: Path) -> None:
+async def test_a_job_with_a_trainer_of_its_own_takes_none_that_is_shared(system: Cluster, tmp_path: Path) -> None:
     base, rows = chat_model(tmp_path / "m"), write_rows(tmp_path / "rows.jsonl", copies(8))
-    own = await cluster.submit(row_spec(base, rows, model={"lora": LORA}, resources={"trainer": "own"}))
+    own = await system.submit(row_spec(base, rows, model={"lora": LORA}, resources={"trainer": "own"}))
 
     async def told() -> str:
-        return str((await cluster.client.job(own))["waiting_for"])
+        return str((await system.client.job(own))["waiting_for"])
 
     assert "trainer (none is running)" in await until(told)
-    cluster.env["OPENTINKER_BANK_JOBS"] = "0"
-    cluster.add("trainer")
-    await cluster.succeeds(own)
+    system.env["OPENTINKER_BANK_JOBS"] = "0"
+    system.add("trainer")
+    await system.succeeds(own)

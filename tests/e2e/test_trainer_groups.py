@@ -36,10 +36,10 @@ def ranks_of(cluster: Cluster, job: str) -> dict[int, int]:
     "parallel", ["zero2", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("data", "zero1", "zero3"))]
 )
 async def test_a_job_on_two_trainers_continues_on_the_one_that_is_left(
-    tmp_path: Path, tiny: Path, parallel: str
+    tmp_path: Path, small: Path, parallel: str
 ) -> None:
     async with Cluster(tmp_path, **SETTINGS) as cluster:
-        spec = spec_of(tiny, parallel, min_trainer_ranks=1)
+        spec = spec_of(small, parallel, min_trainer_ranks=1)
         job = await cluster.submit(spec)
         await cluster.reaches(job, 4)
         leases = {lease.worker: lease for lease in await cluster.store.leases() if lease.pool == "trainer"}
@@ -57,10 +57,10 @@ async def test_a_job_on_two_trainers_continues_on_the_one_that_is_left(
 
 @pytest.mark.nightly
 @pytest.mark.slow
-async def test_a_job_that_needs_both_trainers_waits_for_them(tmp_path: Path, tiny: Path) -> None:
+async def test_a_job_that_needs_both_trainers_waits_for_them(tmp_path: Path, small: Path) -> None:
     """The lead is killed, and a rank of the member later; each comes back."""
     async with Cluster(tmp_path, **SETTINGS) as cluster:
-        spec = spec_of(tiny)
+        spec = spec_of(small)
         job = await cluster.submit(spec)
         await cluster.reaches(job, 4)
         (lead,) = {lease.group[0].worker for lease in await cluster.store.leases() if lease.group}
@@ -77,11 +77,11 @@ async def test_a_job_that_needs_both_trainers_waits_for_them(tmp_path: Path, tin
 
 @pytest.mark.nightly
 @pytest.mark.slow
-async def test_a_paused_job_of_two_trainers_saves_what_was_trained(tmp_path: Path, tiny: Path) -> None:
+async def test_a_paused_job_of_two_trainers_saves_what_was_trained(tmp_path: Path, small: Path) -> None:
     """Under ZeRO the checkpoint needs both."""
     async with Cluster(tmp_path, **SETTINGS) as cluster:
         spec = toy_spec(
-            tiny, steps=8, resources={"trainer_ranks": 2},
+            small, steps=8, resources={"trainer_ranks": 2},
             train={"steps": 8, "checkpoint_every": 1000, "parallel": "zero3"},
         )  # fmt: skip
         job = await cluster.submit(spec)

@@ -20,7 +20,7 @@ from opentinker.shared.types.core import StopReason
 from opentinker.shared.types.env_protocol import Policy
 from opentinker.shared.types.trajectories import Span
 from tests.samples import agent_libraries
-from tests.support.agent_talk import Direct
+from tests.support.agents.agent_talk import Direct
 from tests.support.cluster import Cluster
 from tests.support.factories import V0, make_spec, make_ticket
 from tests.unit.rollout_worker.scripted_episode import Script

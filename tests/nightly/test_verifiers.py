@@ -22,7 +22,7 @@ from opentinker.shared.types.core import ToolCall
 from opentinker.shared.types.env_protocol import Policy
 from tests.conftest import until
 from tests.samples.verifiers_samples import write_package, write_samples, write_stand_in
-from tests.support.agent_talk import Direct, action, texts
+from tests.support.agents.agent_talk import Direct, action, texts
 from tests.support.cluster import toy_cluster
 from tests.support.factories import make_spec, make_ticket
 from tests.unit.rollout_worker.scripted_episode import Chars, Script, renderer, say

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ from opentinker.shared.types.manifest import Manifest
 from tests.conftest import nats_conf, until
 from tests.support.lineage import faults
 from tests.support.listening import living
-from tests.support.service_forks import SERVICES, Fork, fork_server
+from tests.support.service_forks import SERVICES, WITH_TORCH, Fork, ForkServer, fork_server
 from tests.support.toys import toy_model as toy_model  # noqa: PLC0414 - tests import it from here too
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,15 +53,16 @@ JOB_S = 240.0
 """A job of a test ends within this time on a machine that has much else to do, where importing torch takes a minute."""
 TAIL, WIDTH = 25, 400
 SERVERS = ("nats", "valkey")
+Server = Callable[[], ForkServer]
 
 
 class Process:
     """One slot: the same name, arguments and ports through all its lives."""
 
-    def __init__(self, name: str, argv: list[str], env: dict[str, str], log: Path, forked: str = "") -> None:
+    def __init__(self, name: str, argv: list[str], env: dict[str, str], log: Path, server: Server | None) -> None:
         self.name, self.argv, self.env, self.log = name, argv, env, log
-        self.forked = forked
-        """Module that a fork of the fork server runs in place of `argv`."""
+        self.server = server
+        """Gives the fork server of which a fork runs the module `argv[-1]`, in place of `argv`."""
         self.wanted = True
         self.popen: subprocess.Popen[bytes] | Fork | None = None
         self.dead_since: float | None = None
@@ -70,8 +72,8 @@ class Process:
 
     def start(self) -> None:
         folder = self.log.parent
-        if self.forked:
-            self.popen = fork_server().start(self.forked, self.env, folder, self.log)
+        if self.server is not None:
+            self.popen = self.server().start(self.argv[-1], self.env, folder, self.log)
         else:
             with self.log.open("ab") as log:
                 argv = hold_command(self.argv)
@@ -110,7 +112,7 @@ class Cluster:
     """`heavy`: services import torch and vllm before their first job, as in production; toy jobs do without.
 
     `forked`: services are forks of one process that has imported them (`service_forks.py`); default: all but those that
-    start vLLM.
+    start vLLM. `torch`: those that compute have imported torch too.
 
     `nats`: values that differ from those of deploy/nats.conf. `listen`: an address beside loopback on which NATS and
     Valkey are reached too.
@@ -126,6 +128,7 @@ class Cluster:
         references: int = 0,
         heavy: bool = False,
         forked: bool | None = None,
+        torch: bool = True,
         nats: dict[str, str] | None = None,
         listen: str = "",
         **settings: object,
@@ -134,6 +137,7 @@ class Cluster:
         self.data = directory / "data"
         unforked = {"rollout_worker"} if heavy and forked is None else set()
         self._forked = set() if forked is False else set(SERVICES) - unforked
+        self._torch = set(WITH_TORCH) if torch else set()
         self._nats = {**(nats or {}), **({"host": "0.0.0.0"} if listen else {})}
         self._binds = ["127.0.0.1", *([listen, "--protected-mode", "no"] if listen else [])]
         self.processes: dict[str, Process] = {}
@@ -227,12 +231,10 @@ class Cluster:
             await asyncio.sleep(0.02)
 
     def _add_servers(self) -> None:
-        self._start("nats", [str(nats_binary()), "-c", str(self.access.nats_conf)])
-        acl = ["--aclfile", str(self.access.valkey_users)]
+        self._start("nats", [str(nats_binary()), "-c", str(self.access.nats_conf)], None)
         valkey = [str(valkey_binary()), "--port", str(self.valkey_port), "--bind", *self._binds, "--save", ""]
-        self._start(
-            "valkey", [*valkey, "--dir", str(self.directory), "--appendonly", "yes", "--appendfsync", "always", *acl]
-        )
+        valkey += ["--dir", str(self.directory), "--appendonly", "yes", "--appendfsync", "always"]
+        self._start("valkey", [*valkey, "--aclfile", str(self.access.valkey_users)], None)
 
     def add(self, service: str) -> str:
         """Start one more `trainer`, `rollout_worker`, `env_worker` or `reference_forward`; gives its name."""
@@ -242,11 +244,12 @@ class Cluster:
     def _add(self, service: str, name: str) -> str:
         own = self.access.environment(SERVICE_OF.get(service, service))
         argv = [sys.executable, "-m", f"opentinker.services.{service}"]
-        self._start(name, argv, argv[-1] if service in self._forked else "", OPENTINKER_WORKER_ID=name, **own)
+        server = partial(fork_server, torch=service in self._torch) if service in self._forked else None
+        self._start(name, argv, server, OPENTINKER_WORKER_ID=name, **own)
         return name
 
-    def _start(self, name: str, argv: list[str], forked: str = "", **env: str) -> None:
-        self.processes[name] = Process(name, argv, {**self.env, **env}, self.directory / f"{name}.log", forked)
+    def _start(self, name: str, argv: list[str], server: Server | None, **env: str) -> None:
+        self.processes[name] = Process(name, argv, {**self.env, **env}, self.directory / f"{name}.log", server)
         self.processes[name].start()
 
     async def ready(self) -> None:
@@ -317,13 +320,8 @@ class Cluster:
 
     async def runs(self, job: str) -> None:
         """Wait until it does."""
-
-        async def running() -> bool:
-            record = await self.client.job(job)
-            assert record["state"] in ("queued", "starting", "running"), record["reason"]
-            return record["state"] == "running"
-
-        await until(running)
+        record = await until(lambda: self.client.job(job), lambda found: found["state"] not in ("queued", "starting"))
+        assert record["state"] == "running", record["reason"]
 
     async def step(self, job: str) -> int:
         return (await self.store.job(job)).step
@@ -385,7 +383,7 @@ Toys = tuple[Cluster, Path]
 async def toy_cluster(directory: Path, **options: Any) -> AsyncIterator[Toys]:
     """A light cluster and the model directory for its jobs."""
     model = toy_model(directory / "model")
-    async with Cluster(directory, **options) as cluster:
+    async with Cluster(directory, torch=False, **options) as cluster:
         yield cluster, model
 
 

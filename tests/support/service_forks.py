@@ -1,4 +1,4 @@
-"""Starts services as forks of one process that has imported them all, which saves each a second of imports.
+"""Starts services as forks of a process that has imported them all, which saves each a second of imports.
 
     test process --START: module, environment, folder, log--> fork server --fork--> service
                  --WAIT: process that has ended-->                        --waitpid--> its exit code
@@ -24,6 +24,7 @@ import subprocess
 import sys
 import threading
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -32,6 +33,15 @@ import orjson
 from opentinker.shared.runtime.parent_death import hold_command, set_death_signal
 
 SERVICES = ("env_worker", "reference_forward", "rollout_worker", "scheduler", "trainer")
+WITH_TORCH = ("reference_forward", "trainer")
+OF_JOBS = (
+    "opentinker.services.reference_forward.scorer",
+    "opentinker.services.reference_forward.rewards",
+    "opentinker.services.trainer.bank.shared_learners",
+    "opentinker.services.trainer.distributed.rank_main",
+    "transformers.models.qwen3.modeling_qwen3",
+)
+"""What these two import with their first job that computes, torch above all: five seconds of processor time."""
 
 
 class Fork:
@@ -69,10 +79,10 @@ class Fork:
 class ForkServer:
     """The test process's end of the connection. Calls block for milliseconds, the first one until all is imported."""
 
-    def __init__(self, environment: dict[str, str]) -> None:
+    def __init__(self, environment: dict[str, str], modules: Iterable[str]) -> None:
         self._connection, theirs = socket.socketpair()
         with theirs:
-            argv = [sys.executable, "-m", __spec__.name, str(theirs.fileno())]
+            argv = [sys.executable, "-m", __spec__.name, str(theirs.fileno()), *modules]
             self._process = subprocess.Popen(
                 hold_command(argv), env=environment, pass_fds=[theirs.fileno()], start_new_session=True
             )
@@ -102,11 +112,13 @@ class ForkServer:
 
 
 @functools.cache
-def fork_server() -> ForkServer:
-    """Return the one of this test process."""
+def fork_server(*, torch: bool) -> ForkServer:
+    """Return the one of this test process; with torch: a second one, which has imported what computes too."""
     from tests.support.cluster import PYTHONPATH
 
-    server = ForkServer({**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": PYTHONPATH})
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": PYTHONPATH}
+    modules = [f"opentinker.services.{service}.service" for service in SERVICES]
+    server = ForkServer(environment, [*modules, *(OF_JOBS if torch else ())])
     atexit.register(server.close)
     return server
 
@@ -114,9 +126,9 @@ def fork_server() -> ForkServer:
 # --- in the fork server ---------------------------------------------------------------------------------------------
 
 
-def serve(connection: socket.socket) -> None:
-    for service in SERVICES:
-        importlib.import_module(f"opentinker.services.{service}.service")
+def serve(connection: socket.socket, modules: Iterable[str]) -> None:
+    for module in modules:
+        importlib.import_module(module)
     gc.collect()
     gc.freeze()  # forks share what is there
     with connection.makefile("rb") as requests:
@@ -161,4 +173,4 @@ def become(module: str, environment: dict[str, str], folder: str, log: str) -> N
 
 
 if __name__ == "__main__":
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])

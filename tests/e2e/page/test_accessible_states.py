@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any
 
-import pytest
 from playwright.async_api import expect
 
 from opentinker.client import AsyncClient
@@ -13,7 +12,7 @@ from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.runtime.service import Context
 from tests.e2e.page.conftest import Open, Tab
 from tests.e2e.page.running_jobs import Trainer, reward
-from tests.e2e.page.test_accessibility import SIZES, findings, pytestmark
+from tests.e2e.page.test_accessibility import findings, pytestmark
 from tests.e2e.page.test_evaluations_view import EVALUATED, evaluate
 from tests.integration.client.test_evaluation_commands import VALUES
 from tests.integration.rollout_worker.env_workers import Workers, workers
@@ -25,9 +24,9 @@ OF_LIBRARIES = {("API", "nested-interactive")}
 States = AsyncIterator[tuple[str, Tab]]
 
 
-async def of_several_jobs(opened: Open, http: Http, bus: Bus, size: str) -> States:
+async def of_several_jobs(opened: Open, http: Http, bus: Bus) -> States:
     """Bring a tab into one state after the other; gives the name of each."""
-    tab = await opened(http.url, viewport=SIZES[size])
+    tab = await opened(http.url)
     page = tab.page
     jobs = [
         await http.job({**SPEC, "name": f"run {n}", "tags": [f"seed-{n}"], "train": {"steps": 5 + n}}) for n in range(3)
@@ -36,7 +35,7 @@ async def of_several_jobs(opened: Open, http: Http, bus: Bus, size: str) -> Stat
         for step in (1, 2):
             await Trainer(bus, job).says(step, reward(0.2 * (place + step)))
     await tab.go()
-    await page.get_by_label("Select run 0").check()  # a phone has no head of the table
+    await page.get_by_label("Select run 0").check()
     for panel in ("Filters", "Columns"):
         await page.locator("summary", has_text=panel).click()
         yield f"jobs, some selected, {panel} open", tab
@@ -67,15 +66,15 @@ async def of_several_jobs(opened: Open, http: Http, bus: Bus, size: str) -> Stat
     await tab.go("sweeps", id)
     await page.locator(".chart").wait_for()
     yield "a sweep with trials", tab
-    guest = await opened(http.url, key="", viewport=SIZES[size])
+    guest = await opened(http.url, key="")
     await guest.page.goto(link)
     await guest.page.reload()
     await guest.shows("shared with you")
     yield "a share link", guest
 
 
-async def of_one_thing(opened: Open, http: Http, ctx: Context, size: str) -> States:
-    tab = await opened(http.url, viewport=SIZES[size])
+async def of_one_thing(opened: Open, http: Http, ctx: Context) -> States:
+    tab = await opened(http.url)
     page = tab.page
     await evaluate(ctx.store, await http.job(), 4, VALUES)
     await tab.go("jobs", EVALUATED)
@@ -105,13 +104,12 @@ async def of_one_thing(opened: Open, http: Http, ctx: Context, size: str) -> Sta
     yield "API", tab
 
 
-@pytest.mark.parametrize("size", SIZES)
 async def test_states_of_views_can_be_used_by_everybody(
-    opened: Open, http: Http, bus: Bus, ctx: Context, workers: Workers, size: str
+    opened: Open, http: Http, bus: Bus, ctx: Context, workers: Workers
 ) -> None:
     await workers.start("env-0")
     found = {}
-    for states in (of_several_jobs(opened, http, bus, size), of_one_thing(opened, http, ctx, size)):
+    for states in (of_several_jobs(opened, http, bus), of_one_thing(opened, http, ctx)):
         async for name, tab in states:
             if wrong := [one for one in await findings(tab) if (name, one.split(": ")[1]) not in OF_LIBRARIES]:
                 found[name] = wrong

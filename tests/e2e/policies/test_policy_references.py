@@ -15,12 +15,15 @@ from opentinker.shared.types.manifest import CRITIC
 from tests.conftest import until
 from tests.integration.trainer.test_reward_models import make_judge
 from tests.integration.trainer.test_value_models import make_value_model
-from tests.support.cluster import Cluster
+from tests.support.cluster import Cluster, shared_fixture
 from tests.support.toys import toy_game
 
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
-@pytest.mark.slow
-async def test_one_of_two_policies_has_a_reference(tmp_path: Path, small: Path) -> None:
+cluster = shared_fixture(Cluster, references=1)
+
+
+async def test_one_of_two_policies_has_a_reference(system: Cluster, small: Path) -> None:
     policies = {"speaker": {"algorithm": {"kl_coef": 0.1}}, "listener": {}}
     spec = toy_game(
         small,
@@ -28,23 +31,23 @@ async def test_one_of_two_policies_has_a_reference(tmp_path: Path, small: Path) 
         seats={name: name for name in policies},
         train={"steps": 3, "lr": 1e-2, "checkpoint_every": 3},
     )
-    async with Cluster(tmp_path, references=1) as cluster:
-        job = await cluster.run(spec)
-        for name in policies:
-            await cluster.trained(job, spec, name)
-        divergence = [line["loss/kl"] for line in cluster.lines(part_id(job, "speaker"))]
-        assert divergence == pytest.approx([0.0] * 3, abs=1e-6), "equal rewards leave the weights as they started"
-        assert all("loss/kl" not in line for line in cluster.lines(part_id(job, "listener")))
+    job = await system.run(spec)
+    for name in policies:
+        await system.trained(job, spec, name)
+    divergence = [line["loss/kl"] for line in system.lines(part_id(job, "speaker"))]
+    assert divergence == pytest.approx([0.0] * 3, abs=1e-6), "equal rewards leave the weights as they started"
+    assert all("loss/kl" not in line for line in system.lines(part_id(job, "listener")))
 
-        async def scored() -> int:
-            """Of the last heartbeat."""
-            return sum(int(w.detail["groups"]) for w in await cluster.store.workers() if w.pool == "reference")
+    async def scored() -> int:
+        """Of the last heartbeat."""
+        return sum(int(w.detail["groups"]) for w in await system.store.workers() if w.pool == "reference")
 
-        await until(scored, lambda groups: groups >= 6)  # every match that it trained
+    await until(scored, lambda groups: groups >= 6)  # every match that it trained
 
 
-@pytest.mark.slow
-async def test_a_reward_model_scores_one_of_two_policies_through_a_kill(tmp_path: Path, small: Path) -> None:
+async def test_a_reward_model_scores_one_of_two_policies_through_a_kill(
+    system: Cluster, small: Path, tmp_path: Path
+) -> None:
     judge = make_judge(small, tmp_path / "judge")
     policies: dict[str, dict[str, Any]] = {"speaker": {}, "listener": {}}
     spec = toy_game(
@@ -54,22 +57,20 @@ async def test_a_reward_model_scores_one_of_two_policies_through_a_kill(tmp_path
         reward_models=[{"base": str(judge), "name": "judge", "policies": ["speaker"]}],
         train={"steps": 6, "lr": 1e-3, "checkpoint_every": 2},
     )
-    async with Cluster(tmp_path, references=1) as cluster:
-        job = await cluster.submit(spec)
-        await cluster.reaches(job, 2)
-        cluster.kill("reference_forward-0")
-        cluster.kill("trainer-0")
-        await cluster.succeeds(job)
-        for name in policies:
-            await cluster.trained(job, spec, name)
-        for line in cluster.lines(part_id(job, "speaker")):
-            assert line["reward/mean"] == pytest.approx(line["reward/own"] + line["reward_model/judge/mean"], abs=1e-5)
-        for line in cluster.lines(part_id(job, "listener")):
-            assert not [name for name in line if name.startswith("reward_model/")] and "reward/own" not in line
+    job = await system.submit(spec)
+    await system.reaches(job, 2)
+    system.kill("reference_forward-0")
+    system.kill("trainer-0")
+    await system.succeeds(job)
+    for name in policies:
+        await system.trained(job, spec, name)
+    for line in system.lines(part_id(job, "speaker")):
+        assert line["reward/mean"] == pytest.approx(line["reward/own"] + line["reward_model/judge/mean"], abs=1e-5)
+    for line in system.lines(part_id(job, "listener")):
+        assert not [name for name in line if name.startswith("reward_model/")] and "reward/own" not in line
 
 
-@pytest.mark.slow
-async def test_each_policy_learns_from_its_teacher_through_a_kill(tmp_path: Path, small: Path) -> None:
+async def test_each_policy_learns_from_its_teacher_through_a_kill(system: Cluster, small: Path, tmp_path: Path) -> None:
     """The speaker from the job's alone, the listener from its own and from rewards."""
     teachers = [make_tiny(tmp_path / f"t{n}", hidden_size=64, layers=1, norm_scale=12.0, seed=n) for n in (2, 3)]
     policies: dict[str, dict[str, Any]] = {
@@ -83,24 +84,23 @@ async def test_each_policy_learns_from_its_teacher_through_a_kill(tmp_path: Path
         teacher={"base": str(teachers[0])},
         train={"steps": 10, "lr": 1e-3, "checkpoint_every": 2},
     )
-    async with Cluster(tmp_path, references=1) as cluster:
-        job = await cluster.submit(spec)
-        await cluster.reaches(job, 5)
-        cluster.kill("trainer-0")
-        await cluster.succeeds(job)
-        first = []
-        for name in policies:
-            await cluster.trained(job, spec, name)
-            assert cluster.manifest(part_id(job, name)).resumed[2] > 0, "from a checkpoint"
-            lines = cluster.lines(part_id(job, name))
-            assert all(line["teacher/kl"] > 0.0 for line in lines), "the policy and its teacher differ"
-            first.append(lines[0]["teacher/logprob"])
-        assert first[0] != pytest.approx(first[1], rel=1e-3), "two teachers"
+    job = await system.submit(spec)
+    await system.reaches(job, 5)
+    system.kill("trainer-0")
+    await system.succeeds(job)
+    first = []
+    for name in policies:
+        await system.trained(job, spec, name)
+        assert system.manifest(part_id(job, name)).resumed[2] > 0, "from a checkpoint"
+        lines = system.lines(part_id(job, name))
+        assert all(line["teacher/kl"] > 0.0 for line in lines), "the policy and its teacher differ"
+        first.append(lines[0]["teacher/logprob"])
+    assert first[0] != pytest.approx(first[1], rel=1e-3), "two teachers"
 
 
 @pytest.mark.nightly
 async def test_one_policy_has_a_value_model_and_the_other_its_critic_through_a_kill(
-    tmp_path: Path, small: Path
+    system: Cluster, small: Path, tmp_path: Path
 ) -> None:
     values = make_value_model(small, tmp_path / "values")
     policies: dict[str, dict[str, Any]] = {"speaker": {}, "listener": {"trains_critic": True}}
@@ -112,22 +112,21 @@ async def test_one_policy_has_a_value_model_and_the_other_its_critic_through_a_k
         value_model={"base": str(values)},
         train={"steps": 10, "lr": 1e-3, "checkpoint_every": 2},
     )
-    async with Cluster(tmp_path, references=1) as cluster:
-        job = await cluster.submit(spec)
-        await cluster.reaches(job, 5)
-        cluster.kill("trainer-0")
-        await cluster.succeeds(job)
-        for name in policies:
-            await cluster.trained(job, spec, name)
-            assert cluster.manifest(part_id(job, name)).resumed[2] > 0, "from a checkpoint"
-        said, trained = (cluster.lines(part_id(job, name)) for name in policies)
-        assert all("value/mean" in line and "loss/value" not in line for line in said)
-        assert all("value/mean" not in line and "loss/value" in line for line in trained)
-        kept = []
-        for name in policies:
-            found = checkpoint.find_newest(cluster.data / "jobs" / part_id(job, name) / "checkpoints")
-            assert found is not None
-            kept.append(found[0] / CRITIC)
-        assert [path.exists() for path in kept] == [False, True]
-        made = {int(tensor) for name, tensor in load_file(kept[1]).items() if name.startswith("step/")}
-        assert made == {10}, "after the kill the critic went on where its checkpoint was"
+    job = await system.submit(spec)
+    await system.reaches(job, 5)
+    system.kill("trainer-0")
+    await system.succeeds(job)
+    for name in policies:
+        await system.trained(job, spec, name)
+        assert system.manifest(part_id(job, name)).resumed[2] > 0, "from a checkpoint"
+    said, trained = (system.lines(part_id(job, name)) for name in policies)
+    assert all("value/mean" in line and "loss/value" not in line for line in said)
+    assert all("value/mean" not in line and "loss/value" in line for line in trained)
+    kept = []
+    for name in policies:
+        found = checkpoint.find_newest(system.data / "jobs" / part_id(job, name) / "checkpoints")
+        assert found is not None
+        kept.append(found[0] / CRITIC)
+    assert [path.exists() for path in kept] == [False, True]
+    made = {int(tensor) for name, tensor in load_file(kept[1]).items() if name.startswith("step/")}
+    assert made == {10}, "after the kill the critic went on where its checkpoint was"

@@ -11,7 +11,7 @@ import pytest
 from anthropic import AsyncAnthropic
 
 from tests.conftest import WAIT_S
-from tests.support.agent_loops import LOOPS
+from tests.support.agents.agent_loops import LOOPS
 from tests.support.api import OPERATOR
 from tests.support.inference import Site
 

@@ -25,7 +25,7 @@ from opentinker.shared.types.env_protocol import CloseSession, OpenSession, Poli
 from opentinker.shared.types.errors import SpecError
 from tests.conftest import until
 from tests.support import playing
-from tests.support.agent_talk import Direct, Scripted, chat, generate
+from tests.support.agents.agent_talk import Direct, Scripted, chat, generate
 from tests.support.factories import make_spec, make_ticket
 from tests.unit.rollout_worker.scripted_episode import Chars, Script, renderer, say
 

@@ -27,7 +27,7 @@ from opentinker.shared.types.telemetry import MetricPoint
 from opentinker.shared.types.tinker import Answer, Sampled, SampleParams, SampleRequest
 from tests.conftest import soon, until
 from tests.support.adapters import write_adapter
-from tests.support.tinker_bench import PROMPT, Bench, Gated, bench_of
+from tests.support.tinker.tinker_bench import PROMPT, Bench, Gated, bench_of
 
 
 @pytest.fixture

@@ -142,7 +142,8 @@ async def test_a_worker_of_a_shared_process_waits_for_cancelled_work_instead_of_
 async def test_a_job_that_must_start_again_finds_a_new_worker_in_a_shared_process(
     bus: Bus, store: Store, error: Exception
 ) -> None:
-    async with at_the_bench(bus, store, Pool.TRAINER, {"bank": "trainer-0"}, heartbeat_s=0.05) as bench:
+    settings = {"heartbeat_s": 0.05, "drain_s": 0.05}
+    async with at_the_bench(bus, store, Pool.TRAINER, {"bank": "trainer-0"}, **settings) as bench:
 
         async def goes_back(lease: Lease) -> None:
             raise error

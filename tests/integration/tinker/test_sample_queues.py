@@ -16,7 +16,7 @@ from opentinker.shared.state.store import Store
 from opentinker.shared.types.tinker import Answer, Failed
 from tests.conftest import until
 from tests.support.adapters import write_adapter
-from tests.support.tinker_bench import Bench, Gated, OneByOne, bench_of
+from tests.support.tinker.tinker_bench import Bench, Gated, OneByOne, bench_of
 
 
 @pytest.fixture

@@ -63,6 +63,7 @@ class Second:
         cluster._start(
             name,
             self.command(sys.executable, "-m", f"opentinker.services.{service}"),
+            None,
             OPENTINKER_WORKER_ID=name,
             OPENTINKER_NATS_URL=f"nats://{self.address}:{cluster.nats_port}",
             OPENTINKER_REDIS_URL=f"redis://{self.address}:{cluster.valkey_port}/0",

@@ -17,8 +17,8 @@ from opentinker.services.rollout_worker.episode import Episode
 from opentinker.services.rollout_worker.seat_map import SeatMap
 from opentinker.shared.types.core import Image, StopReason, ToolCall
 from opentinker.shared.types.trajectories import Span, Trajectory
-from tests.support.agent_loops import LOOPS
-from tests.support.agent_talk import Direct, Scripted, action, play, root_of, texts
+from tests.support.agents.agent_loops import LOOPS
+from tests.support.agents.agent_talk import Direct, Scripted, action, play, root_of, texts
 from tests.support.factories import V0, make_spec, make_ticket
 from tests.unit.rollout_worker.scripted_episode import Script
 from tests.unit.rollout_worker.test_tool_calls import renderer_of

@@ -15,7 +15,7 @@ from opentinker.envs.agents.endpoint import PendingRequest
 from opentinker.envs.base import Opening, Step
 from opentinker.shared.types.core import Image, StopReason, ToolCall
 from tests.conftest import until
-from tests.support.agent_talk import Scripted, action, chat, generate, play, root, texts
+from tests.support.agents.agent_talk import Scripted, action, chat, generate, play, root, texts
 
 ADD: Any = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}]
 

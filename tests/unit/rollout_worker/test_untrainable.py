@@ -20,8 +20,8 @@ from opentinker.shared.spec import AlgorithmSpec
 from opentinker.shared.types.core import Ending
 from opentinker.shared.types.env_protocol import Policy
 from opentinker.shared.types.trajectories import Group, Trajectory
-from tests.support.agent_loops import SCHEMA, TOOL
-from tests.support.agent_talk import Direct, Scripted
+from tests.support.agents.agent_loops import SCHEMA, TOOL
+from tests.support.agents.agent_talk import Direct, Scripted
 from tests.support.factories import V0, make_spec, make_ticket
 from tests.unit.rollout_worker.scripted_episode import Script
 from tests.unit.rollout_worker.test_tool_calls import renderer_of, spoken

@@ -6,7 +6,6 @@ import asyncio
 import functools
 import os
 import signal
-import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -24,18 +23,14 @@ from tests.integration.trainer.publisher.published_weights import BRIEF_S, LARGE
 from tests.support.cluster import PYTHONPATH, Process, toy_model
 from tests.support.factories import version
 from tests.support.scheduling import new_job, running
+from tests.support.service_forks import fork_server
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-MAIN = """
-import runpy, opentinker.shared.nn.transport  # torch comes before the first heartbeat, as with `preload`
-runpy.run_module("opentinker.services.rollout_worker", run_name="__main__")
-"""
-
-
 class Fleet:
-    """Rollout worker processes with toy engines, leased to the job. Of those called `brief` a hang is seen soon."""
+    """Rollout worker processes with toy engines, leased to the job: forks, which have imported torch before their first
+    heartbeat, as with `preload`. Of those called `brief` a hang is seen soon."""
 
     def __init__(self, ctx: Context) -> None:
         self.ctx = ctx
@@ -68,7 +63,8 @@ class Fleet:
             **({"OPENTINKER_WORKER_TTL_S": str(BRIEF_S)} if name == "brief" else {}),
         }
         log = self.ctx.settings.data_dir / f"{name}.log"
-        self.processes[name] = Process(name, [sys.executable, "-c", MAIN], env, log)
+        server = functools.partial(fork_server, torch=True)
+        self.processes[name] = Process(name, ["opentinker.services.rollout_worker"], env, log, server)
         self.processes[name].start()
 
     async def _info(self, name: str) -> WorkerInfo | None:

@@ -10,7 +10,7 @@ from typing import Any
 from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
-from tests.support.agent_talk import root_of
+from tests.support.agents.agent_talk import root_of
 
 SYSTEM = "Add with the tool."
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
