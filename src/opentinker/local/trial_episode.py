@@ -35,6 +35,8 @@ class Tried:
     step_s: list[float] = field(default_factory=list)
     rewards: dict[str, float] = field(default_factory=dict)
     """By seat."""
+    seats: tuple[str, ...] = ()
+    """Those of the environment, of which an episode may ask some alone."""
 
     @property
     def said(self) -> list[tuple[str, Message]]:
@@ -107,6 +109,7 @@ async def play(
     reply = await player.open(request)
     tried.open_s = time.perf_counter() - began
     tried.replies.append(reply)
+    tried.seats = () if player.environment is None else tuple(player.environment.seats)
     for turn in range(turns):
         if reply.failure is not None or reply.done:
             break

@@ -5,9 +5,11 @@ from __future__ import annotations
 from opentinker.shared.api_types import Check
 from opentinker.shared.data.dry_run import check, model, prompt, rows
 from opentinker.shared.data.dry_run_policies import of_policies, policies
+from opentinker.shared.messaging.reply_validation import known_seats
 from opentinker.shared.spec import JobSpec
+from opentinker.shared.spec.seats import SeatTable, mistakes_in_seats
 from opentinker.shared.types.core import Message
-from opentinker.shared.types.errors import plural
+from opentinker.shared.types.errors import described, plural
 
 TURNS = 4
 ELSEWHERE = ("served:", "upload:", "http://", "https://", "ws://", "wss://")
@@ -21,7 +23,7 @@ async def inspect(spec: JobSpec) -> list[Check]:
     messages: list[Message] = []
     if spec.environment.name:
         found, messages = await episode(spec)
-        checks.append(found)
+        checks += found
     if spec.data is not None:
         checks += rows(spec, here=True)
     return [*checks, *of_policies(spec, lambda own: prompt(own, messages))]
@@ -33,19 +35,19 @@ def playable(spec: JobSpec) -> bool:
     return not name.startswith(ELSEWHERE) and name not in PROGRAMS and spec.environment.isolation != "sandbox"
 
 
-async def episode(spec: JobSpec) -> tuple[Check, list[Message]]:
-    """The first start state, a few guesses."""
+async def episode(spec: JobSpec) -> tuple[list[Check], list[Message]]:
+    """The first start state, a few guesses, and what is wrong between [seats] and the environment's."""
     from opentinker.local.trial_episode import Guessing, play
 
     name = spec.environment.name
     if not playable(spec):
-        return check("episode", f"{name} is not played here", "note", "validate on a server plays it: --url"), []
+        return [check("episode", f"{name} is not played here", "note", "validate on a server plays it: --url")], []
     tried = await play(name, spec.environment.config, Guessing(0), row=0, seed=0, turns=TURNS)
     if tried.failure:
-        return check("episode", tried.failure, "bad", f"opentinker env check {name} plays it alone"), []
+        return [check("episode", tried.failure, "bad", f"opentinker env check {name} plays it alone")], []
     rewards = ", ".join(f"{reward:g}" for reward in tried.rewards.values())
     first = tried.replies[0].prompts[0].messages
-    return check(
-        "episode",
-        f"{plural(len(first), 'message')}, {plural(len(tried.turns), 'turn')} of guessing, reward {rewards or 0}",
-    ), first
+    wrong = mistakes_in_seats(SeatTable.of(spec), known_seats(tried.seats)) if spec.seats else []
+    seats = [check("seats", described(mistake), "bad") for mistake in wrong]
+    played = f"{plural(len(first), 'message')}, {plural(len(tried.turns), 'turn')} of guessing, reward {rewards or 0}"
+    return [*seats, check("episode", played)], first

@@ -49,6 +49,13 @@ def game_of(model: Path, **changes: Any) -> JobSpec:
     return parse_spec({**spec, **changes})
 
 
+async def test_seats_that_the_environment_does_not_have_are_found_without_a_server(tiny: Path) -> None:
+    checks = await validate_local.inspect(game_of(tiny, seats={"speker": "speaker", "listener": "listener"}))
+    (seats,) = (check for check in checks if check["what"] == "seats")
+    assert seats["result"] == "bad" and "seats.speker" in seats["found"]
+    assert "did you mean 'speaker'?" in seats["found"]
+
+
 async def test_of_several_policies_each_has_its_model_its_training_and_its_memory_looked_at(
     tiny: Path, tmp_path: Path
 ) -> None:
