@@ -26,6 +26,10 @@ class SingleFlight(Generic[T]):
             self._calls[key] = time.monotonic(), task
         return await asyncio.shield(self._calls[key][1])
 
+    def forget(self, key: Hashable) -> None:
+        """The next lookup of the key calls again: what it is about has changed."""
+        self._calls.pop(key, None)
+
     def _is_fresh(self, key: Hashable) -> bool:
         if key not in self._calls:
             return False

@@ -338,8 +338,17 @@ class Store(LeaseTable):
 
     async def states(self, id: str) -> list[dict[str, Any]]:
         """Return all events that changed the job's state, oldest first, each with the job's `version` after it."""
-        entries = await self.redis.xrange(f"job:{id}:states")
-        return [{**orjson.loads(fields["event"]), "version": int(fields["version"])} for _, fields in entries]
+        return (await self.states_of([id]))[0]
+
+    async def states_of(self, ids: Sequence[str]) -> list[list[dict[str, Any]]]:
+        """Return these events of each of the jobs, in their order."""
+        pipe = self.redis.pipeline(transaction=False)
+        for id in ids:
+            pipe.xrange(f"job:{id}:states")
+        return [
+            [{**orjson.loads(fields["event"]), "version": int(fields["version"])} for _, fields in entries]
+            for entries in await pipe.execute()
+        ]
 
     async def failures(self, id: str, limit: int) -> list[dict[str, Any]]:
         """Return permanent failures, newest first."""

@@ -282,7 +282,7 @@ function Taken({ estimate }: { estimate: Estimate | null }): JSX.Element {
   if (!estimate)
     return (
       <p class="dim">
-        No estimate: no similar job has run here, and neither its model’s size nor durations of its own are known. <code>opentinker plan</code> takes durations from you.
+        No estimate: no similar job has run here, and nothing else tells how long it takes. <code>opentinker plan</code> takes durations from you.
       </p>
     );
   const hours = [`${short(estimate.worker_s / 3600)} worker hours`];

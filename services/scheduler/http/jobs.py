@@ -62,7 +62,7 @@ class JobsApi:
         self.rows = ListRows(ctx.store.redis)
         self._points = SingleFlight[dict[str, Any]](FRESH_S)
         """Every page that shows a job asks for them every two seconds."""
-        self._all_rows = SingleFlight[list[ListRow]](FRESH_S)
+        self.all_rows = SingleFlight[list[ListRow]](FRESH_S)
         """Pages with a filter or an order ask for them."""
 
     async def found(self, request: web.Request, id: str | None = None) -> JobRecord:
@@ -95,7 +95,7 @@ class JobsApi:
 
     async def _rows(self, tenant: str, wanted: ListQuery) -> list[ListRow]:
         """Return the tenant's jobs that pass the filters, in order."""
-        rows = await self._all_rows.get(tenant, partial(self.rows.of, tenant))
+        rows = await self.all_rows.get(tenant, partial(self.rows.of, tenant))
         return await asyncio.to_thread(wanted.chosen, rows)
 
     @Route(
@@ -220,6 +220,7 @@ class JobsApi:
         job = await self.found(request)
         asked = parsed(LabelChanges, await read_json(request))
         await self.rows.label(job.id, asked.values(), asked.add_tags or (), asked.remove_tags or ())
+        self.all_rows.forget(job.tenant)
         return json_response(job_summary(await self.store.job(job.id)))
 
     @Route("POST", "/v1/jobs/{id}/cancel", Action.JOBS_WRITE, answer=api_types.JobSummary)
@@ -263,7 +264,9 @@ class JobsApi:
             if state != to:
                 raise Conflict(f"job {id} {refusal.format(state=state)}") from None
         await self.bus.emit(WAKE, {"job": id}, who="scheduler")
-        return json_response(job_summary(await self.store.job(id)))
+        moved = await self.store.job(id)
+        self.all_rows.forget(moved.tenant)
+        return json_response(job_summary(moved))
 
     @Route("POST", "/v1/jobs/{id}/complete", Action.JOBS_WRITE, answer=api_types.JobSummary)
     async def complete(self, request: web.Request) -> web.Response:

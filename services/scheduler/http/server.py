@@ -80,6 +80,7 @@ class Api:
         jobs = JobsApi(ctx)
         oidc = OidcApi(ctx, gate)
         publishing = PublishingApi(jobs)
+        sweeps = SweepsApi(jobs, publishing)
         self.routes = routes_of(
             jobs,
             JobHistoryApi(jobs),
@@ -92,8 +93,8 @@ class Api:
             ArtifactsApi(jobs),
             CheckpointRegistryApi(jobs),
             publishing,
-            SubmissionApi(ctx),
-            SweepsApi(jobs, publishing),
+            SubmissionApi(jobs, sweeps),
+            sweeps,
             EnvironmentsApi(ctx),
             CheckReportsApi(ctx),
             PlaysApi(ctx),

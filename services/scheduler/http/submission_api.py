@@ -9,20 +9,18 @@ from aiohttp import web
 
 from opentinker.services.scheduler.http.auth import principal_of
 from opentinker.services.scheduler.http.errors import json_response
-from opentinker.services.scheduler.http.jobs import job_summary
+from opentinker.services.scheduler.http.jobs import JobsApi, job_summary
 from opentinker.services.scheduler.http.route_decorator import Parameter, Route
 from opentinker.services.scheduler.http.spec_body import read_spec
 from opentinker.services.scheduler.jobs.submit import submit
 from opentinker.services.scheduler.placement.cluster_view import Cluster
 from opentinker.services.scheduler.sweeps.submission import submit_sweep
-from opentinker.services.scheduler.sweeps.sweeps_api import sweep_summary
+from opentinker.services.scheduler.sweeps.sweeps_api import SweepsApi, sweep_summary
 from opentinker.shared import api_types
-from opentinker.shared.runtime.service import Context
 from opentinker.shared.runtime.tracing import incoming
 from opentinker.shared.security.authorization import Action
 from opentinker.shared.spec.sweeps.children import SubmittedSpec, SweepSpec
 from opentinker.shared.state.idempotency import other_body
-from opentinker.shared.state.sweeps import SweepStore
 from opentinker.shared.types.core import JobState
 from opentinker.shared.types.errors import SpecError
 from opentinker.shared.types.sweeps import is_sweep
@@ -35,9 +33,9 @@ KEY = Parameter(
 
 
 class SubmissionApi:
-    def __init__(self, ctx: Context) -> None:
-        self.ctx, self.store = ctx, ctx.store
-        self.sweeps = SweepStore(ctx.store.redis)
+    def __init__(self, jobs: JobsApi, sweeps: SweepsApi) -> None:
+        self.ctx, self.store, self.sweeps = jobs.ctx, jobs.store, sweeps.store
+        self._job_rows, self._sweep_rows = jobs.all_rows, sweeps.all_rows
 
     @Route(
         "POST",
@@ -79,6 +77,7 @@ class SubmissionApi:
             raise other_body(f"sweep {made}")  # also checked where it is stored
         with self.ctx.tracer.span("submit", trace):
             id, repeated = await submit(self.ctx, body, asked.tenant, key, key=asked.name, trace=trace)
+        self._job_rows.forget(asked.tenant)
         record = await self.store.job(id)
         summary = job_summary(record)
         if record.state == JobState.QUEUED and not record.waiting_for:  # placement says so with its next look
@@ -91,6 +90,7 @@ class SubmissionApi:
         if key and (made := await self.store.job_of_key(asked.tenant, key)) is not None:
             raise other_body(f"job {made}")
         id, repeated = await submit_sweep(self.ctx, body, asked.tenant, key, key=asked.name, trace=trace)
+        self._sweep_rows.forget(asked.tenant)
         return _created(f"/v1/sweeps/{id}", sweep_summary(await self.sweeps.sweep(id)), repeated=repeated)
 
 

@@ -28,7 +28,7 @@ SIMULATED = (
     "answers that it allows, and an environment that takes no time"
 )
 SIMULATED_TURNS = 3_000
-"""Turns that are simulated at most, within about 0.3 s."""
+"""Turns that are simulated at most, within about 0.3 s, and groups that are played at the same time."""
 SIMULATED_STEPS = 4
 NEVER_FULL = 1_000_000
 """Sessions of the env workers of a simulation: the spec does not say how many there are."""
@@ -104,8 +104,11 @@ def _simulated_step_s(spec: JobSpec) -> float | None:
     """Return the seconds of a step whose tokens, swaps and training take what the spec says; None if it does not say
     so, or if its steps are too large to be simulated here. `opentinker plan` takes its time for those."""
     algorithm, rollout, train_s = spec.algorithm, spec.rollout, spec.train.simulated_step_s or 0.0
-    turns = algorithm.group_size * algorithm.groups_per_batch * rollout.max_turns * (SIMULATED_STEPS + WARM_UP)
-    if spec.kind != "rl" or rollout.toy is None or spec.train.learner != "simulated" or turns > SIMULATED_TURNS:
+    if spec.kind != "rl" or rollout.toy is None or spec.train.learner != "simulated":
+        return None
+    batches = SIMULATED_STEPS + WARM_UP + algorithm.max_staleness  # so many more may be played than are trained on
+    turns = algorithm.group_size * algorithm.groups_per_batch * rollout.max_turns * batches
+    if max(turns, rollout.max_concurrent_groups * spec.resources.rollout_workers) > SIMULATED_TURNS:
         return None
     if not rollout.toy.seconds_per_token and not train_s:
         return None

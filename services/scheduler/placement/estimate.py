@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Mapping
 from statistics import median
@@ -55,7 +54,7 @@ async def estimate(ctx: Context, spec: JobSpec, tenant: str, jobs: int = 1) -> J
 
 async def _measured(ctx: Context, jobs: list[JobRecord]) -> list[Measured]:
     """Return those jobs of which times are known, in their order."""
-    states = await asyncio.gather(*(ctx.store.states(job.id) for job in jobs))
+    states = await ctx.store.states_of([job.id for job in jobs])
     spent = await UsageStore(ctx.store.redis).of_jobs([job.id for job in jobs])
     now, found = time.time(), []
     for job, events, used in zip(jobs, states, spent, strict=True):

@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from opentinker.shared.types.core import JobRecord
+from opentinker.shared.types.errors import plural
 
 MOST = 9
 """Similar jobs that an estimate rests on: the newest."""
@@ -17,7 +18,7 @@ FEWEST_STEPS = 3
 """Steps that a job must have done: starting up is more than the first ones."""
 Subject = tuple[Any, ...]
 """What jobs that are compared have in common."""
-WORDS = {"rollout_workers": "rollout workers", "ranks": "trainer ranks"}
+WORDS = {"rollout_workers": "rollout worker", "ranks": "trainer rank"}
 
 
 class Setup(NamedTuple):
@@ -131,7 +132,7 @@ def _said(name: str, have: Setup, wanted: Setup, effect: float | None) -> str:
         differs = "LoRA" if wanted.lora else "all weights"
         other = "all weights" if wanted.lora else "LoRA"
     else:
-        differs, other = f"{getattr(wanted, name)} {WORDS[name]}", str(getattr(have, name))
+        differs, other = plural(getattr(wanted, name), WORDS[name]), str(getattr(have, name))
     if effect is None:
         return f"not scaled for {differs} instead of {other}: no job has measured that"
     return f"times {effect:.3g} for {differs} instead of {other}"

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from opentinker.shared.runtime.service import Context
-from opentinker.shared.spec.notify import NotifySpec
+from opentinker.shared.spec.notify import NotifySpec, TargetSpec
 from opentinker.shared.state.notifications import Message, Notifications
 from opentinker.shared.types.sweeps import SweepRecord
 
@@ -22,14 +22,13 @@ async def tell_end(ctx: Context, sweep: SweepRecord) -> None:
 
 
 async def tell_target(ctx: Context, sweep: SweepRecord) -> None:
-    """Keep a message for each target that the best trial has reached for the first time. Targets of other metrics are
-    those of its jobs."""
-    value, of_jobs = sweep.progress.value, sweep.table["notify_jobs"]
+    """Keep a message for each target that the best trial has reached for the first time."""
+    value = sweep.progress.value
     reached = [
         place
         for place, entry in enumerate(_recipients(sweep))
-        if entry.target is not None and (entry.target.metric == sweep.metric or not of_jobs)
-        if value is not None and entry.target.reached(value)
+        if value is not None and entry.target is not None
+        if _is_of_sweep(entry.target, sweep) and entry.target.reached(value)
     ]
     if not reached:
         return
@@ -38,6 +37,14 @@ async def tell_target(ctx: Context, sweep: SweepRecord) -> None:
     if new := [place for place in reached if _mark(place) not in seen]:
         messages = [_message(ctx, sweep, "target", place, "target") for place in new]
         await kept.add(sweep.id, messages, {_mark(place): "reached" for place in new}, time.time())
+
+
+def _is_of_sweep(target: TargetSpec, sweep: SweepRecord) -> bool:
+    """Return whether a target is of the best trial. With `notify_jobs` some may be of its jobs alone: those of other
+    metrics, and those from which the best trial only moves away."""
+    if not sweep.table["notify_jobs"]:
+        return True
+    return target.metric == sweep.metric and (target.above is not None) == (sweep.goal == "maximize")
 
 
 def _mark(place: int) -> str:

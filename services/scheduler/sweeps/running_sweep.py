@@ -103,7 +103,7 @@ class RunningSweep:
             del self._histories[id]
         if self.sweep.state is SweepState.RUNNING or any(trial.open_jobs for trial in trials):
             return False
-        await tell_end(self.ctx, self.sweep)
+        await tell_end(self.ctx, await self._store.sweep(self.id))  # with the trials that were saved just now
         await self._store.ended(self.id, leader=self.leader)
         return True
 

@@ -42,7 +42,7 @@ class SweepsApi:
     def __init__(self, jobs: JobsApi, publishing: PublishingApi) -> None:
         self.ctx, self.jobs, self.publishing = jobs.ctx, jobs.store, publishing
         self.store, self.rows = SweepStore(jobs.store.redis), ListRows(jobs.store.redis, "sweep")
-        self._all_rows = SingleFlight[list[ListRow]](FRESH_S)
+        self.all_rows = SingleFlight[list[ListRow]](FRESH_S)
         """Pages with a filter or an order ask for them."""
 
     async def _found(self, request: web.Request) -> SweepRecord:
@@ -70,17 +70,19 @@ class SweepsApi:
         try:
             if wanted.plain:
                 page = await self.store.of(tenant, limit + 1, before)
+                more = len(page) > limit
             else:
-                rows = await self._all_rows.get(tenant, partial(self.rows.of, tenant))
+                rows = await self.all_rows.get(tenant, partial(self.rows.of, tenant))
                 ids = [row.id for row in await asyncio.to_thread(wanted.chosen, rows)]
                 start = ids.index(before) + 1 if before else 0
-                page = await self.store.summaries(ids[start : start + limit + 1])
+                page = await self.store.summaries(ids[start : start + limit])
+                more = len(ids) > start + limit  # of those on the page some may have been deleted meanwhile
         except (NotFound, ValueError):
             problem = "is not one of the listed sweeps; use the cursor of the last answer, or start again without one"
             raise SpecError.of("before", before[:100], problem) from None
         cursor = page[:limit][-1].id if page else before
         shown = [sweep_summary(sweep) for sweep in page[:limit]]
-        return json_response({"sweeps": shown, "cursor": cursor, "more": len(page) > limit})
+        return json_response({"sweeps": shown, "cursor": cursor, "more": more})
 
     @Route("GET", "/v1/sweeps/{id}", Action.JOBS_READ, answer=api_types.Sweep)
     async def get(self, request: web.Request) -> web.Response:
@@ -108,6 +110,7 @@ class SweepsApi:
         if len(asked.tags or ()) > MAX_SWEEP_TAGS:
             raise SpecError.of("tags", None, f"a sweep may have {MAX_SWEEP_TAGS}: its jobs have its id as one more")
         await self.rows.label(sweep.id, asked.values(), asked.add_tags or (), asked.remove_tags or ())
+        self.all_rows.forget(sweep.tenant)
         return json_response(sweep_summary(await self.store.sweep(sweep.id)))
 
     @Route("POST", "/v1/sweeps/{id}/cancel", Action.JOBS_WRITE, answer=api_types.SweepSummary)
@@ -117,6 +120,7 @@ class SweepsApi:
         The jobs follow within seconds."""
         sweep = await self._found(request)
         before = await self.store.end(sweep.id, SweepState.CANCELLED, "cancelled by request")
+        self.all_rows.forget(sweep.tenant)
         if before not in (SweepState.RUNNING, SweepState.CANCELLED):
             raise Conflict(f"sweep {sweep.id} has ended already ({before}); there is nothing to cancel")
         return json_response(sweep_summary(await self.store.sweep(sweep.id)))

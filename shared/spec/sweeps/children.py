@@ -119,7 +119,7 @@ def parse_sweep(data: Any) -> Sweep:
     kind = base.get("kind", "rl")
     if kind in ("inference", "tinker"):
         raise SpecError.of("kind", kind, "has no end and no metric to compare: a sweep is of rl, sft, dpo or eval jobs")
-    full = table.with_defaults(kind if kind in METRICS else "rl")
+    full = table.with_defaults(kind if isinstance(kind, str) and kind in METRICS else "rl")
     silent = [] if table.notify_jobs else sweep_mistakes(base.get("notify"), str(full.metric), str(full.goal))
     wrong = _misplaced(table, base) + silent
     if table.kind not in (None, kind):

@@ -266,6 +266,6 @@ def _kinds(found: Sequence[Artifact]) -> str:
 
 def size_of(count: int) -> str:
     for unit, name in ((1e9, "GB"), (1e6, "MB")):
-        if count >= unit / 10:
+        if count >= unit:
             return f"{count / unit:.1f} {name}"
     return f"{count / 1e3:.1f} kB"

@@ -100,12 +100,14 @@ def jobs(
     from opentinker.cli.views.job_table import view_of, watch_jobs
 
     shown = _columns(columns)
+    if shown and as_json:
+        raise UsageError("--columns is for the table: JSON and YAML have all fields")
     api = client(url, patience_s=PATIENCE_S if watch else 2.0)
     filters = {"name": name, "notes": notes, "project": project, "environment": environment, "model": model}
     filters |= {"owner": owner, "search": search}
     if group is not None:
-        if watch or sort:
-            raise UsageError("--group counts jobs: it does not go with --watch or --sort")
+        if watch or sort or shown:
+            raise UsageError("--group counts jobs: it does not go with --watch, --sort or --columns")
         lists = {"state": states, "kind": kinds, "tag": tags}
         given = {key: ",".join(values) for key, values in lists.items() if values}
         _print_groups(api, group, given | {key: text for key, text in filters.items() if text}, as_json)
@@ -170,7 +172,7 @@ def label(
     if name is None and project is None and notes is None and not add and not remove:
         raise UsageError("say what changes: --name, --project, --tag, --untag or --notes")
     if name is not None and len(ids) > 1:
-        raise UsageError("--name is for one job")
+        raise UsageError("--name is for one job or sweep")
     api = client(url)
     changed: list[JobSummary | SweepSummary] = []
     for id in ids:

@@ -25,6 +25,9 @@ from opentinker.shared.api_types import Event, Job, Rollout, Sweep, SweepBest
 if TYPE_CHECKING:
     from opentinker.sdk.client import AsyncClient
 
+AT_ONCE = 16
+"""Jobs of a sweep that are asked for at the same time."""
+
 
 class AsyncHandle(Shown[Record]):
     """`info`, `name`, `state` and `is_over` are as the server said last, in `refresh`, `wait` and all other calls.
@@ -162,7 +165,13 @@ class AsyncSweepHandle(ShownSweep, AsyncHandle[Sweep]):
         """Return the jobs that were submitted so far, in the order of their trials."""
         trials = (await self.refresh())["all_trials"]
         ids = [job["id"] for trial in trials for job in trial["jobs"] if job["id"]]
-        return [await self.client.handle(id) for id in ids]
+        limit = asyncio.Semaphore(AT_ONCE)
+
+        async def handle(id: str) -> AsyncJobHandle:
+            async with limit:
+                return await self.client.handle(id)
+
+        return list(await asyncio.gather(*(handle(id) for id in ids)))
 
     async def best_job(self) -> AsyncJobHandle:
         """Return the best job of the best trial. Raises ApiError while no trial has finished."""

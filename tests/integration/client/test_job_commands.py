@@ -118,6 +118,9 @@ async def test_jobs_have_projects_tags_and_notes(client: AsyncClient, on: list[s
     assert "maths    2     2 queued" in (await run("jobs", "--group", "project", *on)).stdout
     for wrong in (("label", first), ("label", first, second, "--name", "both"), ("jobs", "--group", "tag", "--watch")):
         assert (await run(*wrong, *on)).returncode == 2
+    for other in (("--json",), ("--group", "tag"), ("--watch",)):  # which shows no columns
+        refused = await run("jobs", "--columns", "id", *other, *on)
+        assert refused.returncode == 2 and "--columns" in refused.stdout + refused.stderr
     chosen = (await run("jobs", "--columns", "name,kind,notes", "--sort", "name", *on)).stdout
     assert chosen.split("\n")[:2] == ["name         kind  notes", "best of two  rl    lr 1e-4"]
     assert "'nam' is unknown; choose from id, name" in (await run("jobs", "--columns", "id,nam", *on)).stderr

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from opentinker.shared.spec import JobSpec
 
 NO_ESTIMATE = (
-    "no estimate: no job like it has run here, and neither its model's size nor durations of its own are known; "
-    "`opentinker plan` takes durations from you"
+    "no estimate: no job like it has run here, and nothing else tells how long it takes; `opentinker plan` takes "
+    "durations from you"
 )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from itertools import count, islice
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
-from opentinker.cli.common import ago, table_lines
+from opentinker.cli.common import UsageError, ago, table_lines
 from opentinker.cli.views.watch import PLAIN_LINES, LineView
 from opentinker.sdk.job_text import on_one_line, reason_of
 from opentinker.shared.types.core import ENDLESS
@@ -51,6 +51,8 @@ def view_of(as_json: bool, empty: str, chosen: Sequence[str] = ()) -> TableView:
     console = Console()
     if console.is_terminal and not console.is_dumb_terminal:
         return LiveTable(console, empty, chosen)
+    if chosen:
+        raise UsageError("--columns is for the table: in a pipe, --watch prints a line per change")
     return ChangeLines(sys.stdout)
 
 

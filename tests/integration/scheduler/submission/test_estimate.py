@@ -94,6 +94,8 @@ async def test_jobs_with_other_workers_are_scaled_by_what_was_measured(ctx: Cont
     assert found is not None and found["seconds"] == pytest.approx(100.0)
     assert found["basis"].endswith("not scaled for 4 rollout workers instead of 2: no job has measured that")
     assert found["worker_s"] == pytest.approx(300.0 * 5 / 3), "four workers and a trainer, not two and a trainer"
+    one = await estimated(ctx, workers(1))
+    assert one is not None and "for 1 rollout worker instead of 2: " in one["basis"]
 
     other = {"base": "other/model"}
     for number, (count, spent) in enumerate(((1, 40.0), (2, 20.0)), 2):  # twice as many take half as long
@@ -127,7 +129,9 @@ async def test_what_nothing_like_it_has_run_is_simulated_by_its_own_durations(ct
     assert found is not None and found["like"] == [] and found["basis"].startswith("simulated, for no job like it")
     assert found["seconds"] == pytest.approx(150.0), "each of 100 steps samples for a second and trains for half of one"
     assert found["seconds_low"] == found["seconds_high"] == found["seconds"]
-    assert await estimated(ctx, spec_of(**own | {"algorithm__groups_per_batch": 1000})) is None, "too large"
+    wide = {"rollout__max_concurrent_groups": 64, "resources__rollout_workers": 64}
+    for large in ({"algorithm__groups_per_batch": 1000}, {"algorithm__max_staleness": 10_000}, wide):
+        assert await estimated(ctx, spec_of(**own | large)) is None, "its simulation would take long"
 
 
 async def test_a_sweep_takes_what_all_its_jobs_take(ctx: Context, store: Store) -> None:

@@ -8,6 +8,8 @@ import pytest
 
 from opentinker.shared import api_types
 from opentinker.shared.runtime.service import Context
+from opentinker.shared.single_flight import SingleFlight
+from opentinker.shared.state.list_rows import ListRow, ListRows
 from opentinker.shared.types.sweeps import MAX_SWEEP_TAGS
 from tests.conftest import until
 from tests.support.api import SPEC, Http, fits, mistakes
@@ -46,6 +48,22 @@ async def test_sweeps_are_listed_by_their_labels_as_jobs_are(http: Http, ctx: Co
     assert models["varied"] == "" and await listed(http, f"model={models['one']}") == ["two", "one"]
 
 
+async def test_a_sweep_that_is_deleted_meanwhile_does_not_end_the_list(
+    http: Http, ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = {name: await made(http, name=name) for name in ("a", "b", "c")}
+    rows = await ListRows(ctx.store.redis, "sweep").of("default")
+
+    async def as_they_were(*_: object) -> list[ListRow]:
+        return rows
+
+    monkeypatch.setattr(ListRows, "of", as_they_were)
+    await ctx.store.redis.delete(f"sweep:{ids['b']}")
+    _, page = await http("GET", "/v1/sweeps?sort=name&limit=2")
+    assert ([one["name"] for one in page["sweeps"]], page["more"]) == (["a"], True)
+    assert await listed(http, "sort=name&limit=3") == ["a", "c"]
+
+
 @pytest.mark.parametrize(
     ("query", "field"),
     [
@@ -76,6 +94,25 @@ async def test_labels_change_while_a_sweep_runs_and_later_jobs_have_them(http: H
     assert jobs[0]["id"] == first["id"] and jobs[1]["name"].startswith("new #1 ")
     status, changed = await http("PATCH", f"/v1/sweeps/{sweep}", json={"tags": []})
     assert (status, changed["tags"], changed["state"]) == (200, [], "succeeded")
+
+
+@pytest.mark.parametrize("noun", ["jobs", "sweeps"])
+async def test_lists_have_at_once_what_was_submitted_labelled_and_cancelled(
+    http: Http, ctx: Context, monkeypatch: pytest.MonkeyPatch, noun: str
+) -> None:
+    monkeypatch.setattr(SingleFlight, "_is_fresh", lambda self, key: key in self._calls)  # kept until it is forgotten
+    spec = swept() if noun == "sweeps" else SPEC
+
+    async def found(query: str) -> int:
+        return len((await http("GET", f"/v1/{noun}?{query}"))[1][noun])
+
+    assert await found("name=fresh") == 0
+    _, one = await http("POST", f"/v1/{noun}", json={**spec, "name": "fresh"})
+    assert await found("name=fresh") == 1 and await found("project=maths") == 0
+    await http("PATCH", f"/v1/{noun}/{one['id']}", json={"project": "maths"})
+    assert await found("project=maths") == 1 and await found("state=cancelled") == 0
+    await http("POST", f"/v1/{noun}/{one['id']}/cancel")
+    assert await found("state=cancelled") == 1
 
 
 async def test_a_sweep_has_room_for_the_tag_of_its_jobs(http: Http) -> None:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
+from opentinker.services.scheduler.artifacts.catalog import ArtifactCatalog
+from opentinker.services.scheduler.jobs.metric_history import MetricHistory
 from opentinker.services.scheduler.notifications.notifier import Notifier
 from opentinker.services.scheduler.sweeps.messages import tell_target
+from opentinker.services.scheduler.sweeps.running_sweep import RunningSweep
+from opentinker.services.scheduler.sweeps.submission import submit_sweep
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.notifications import Message, Notifications
+from opentinker.shared.state.redis_script import UNFENCED
 from opentinker.shared.state.sweeps import SweepStore
 from tests.conftest import NewContext, until
 from tests.integration.scheduler.test_notifications import Receiver, receiver
@@ -113,6 +119,35 @@ async def test_another_leader_does_not_tell_of_a_target_again(http: Http, ctx: C
     record = await SweepStore(ctx.store.redis).sweep(sweep)
     await tell_target(ctx, record)
     assert await Notifications(ctx.store.redis).due(time.time() + 1, 5) == []
+
+
+async def test_a_bound_for_jobs_alone_is_not_of_the_best_trial(http: Http, ctx: Context, receiver: Receiver) -> None:
+    spec = telling(receiver, notify_jobs=True, max_running=1)
+    spec["notify"][0] |= {"on": ["target"], "target": {"metric": "reward/mean", "below": 0.2}}
+    sweep = await begun(http, spec)
+    await play_all(ctx, http, sweep, lambda spec: [skill(spec)])
+    (said,) = await until(lambda: receiver.bodies)
+    assert said["job"]["name"].endswith("skill=0.1"), "what the best trial falls below is no target of the sweep"
+    await until(lambda: SweepStore(ctx.store.redis).is_active(sweep), lambda active: not active)
+    assert len(receiver.bodies) == 1
+
+
+async def test_the_end_is_told_with_a_trial_that_finished_as_the_budget_was_spent(
+    ctx: Context, receiver: Receiver
+) -> None:
+    id, _ = await submit_sweep(ctx, telling(receiver, max_running=1, max_worker_s=10), "default")
+    store, history = SweepStore(ctx.store.redis), MetricHistory(ctx.bus, ArtifactCatalog(ctx))
+    with ThreadPoolExecutor(1) as search:
+        running = RunningSweep(ctx, store, history, search, UNFENCED, await store.sweep(id))
+        assert not await running.step()
+        (jobs,) = (await store.job_ids(id)).values()
+        await play(ctx, jobs[0], [0.4])
+        await ctx.store.redis.hset(f"spent:job:{jobs[0]}", "worker_s", 20)
+        assert await running.step()
+    (message,) = await Notifications(ctx.store.redis).due(time.time() + 1, 5)
+    about = message.body["sweep"]
+    assert (about["reason"], about["trials"]) == ("its budget is spent: max_worker_s = 10", {"finished": 1})
+    assert about["best"]["value"] == pytest.approx(0.4)
 
 
 @pytest.mark.parametrize(

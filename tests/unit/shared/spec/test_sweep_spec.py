@@ -144,6 +144,7 @@ def test_jobs_that_differ_by_their_seed_have_different_names() -> None:
         (sweep({"train.lr": [1]}, early_stopping={}), "sweep.early_stopping.min_steps", "is needed"),
         (sweep({"train.lr": [1]}, {"tags": [f"t{n}" for n in range(20)]}), "tags", "at most 20"),
         (sweep({"train.lr": [1]}, {"kind": "inference"}), "kind", "has no end"),
+        (sweep({"train.lr": [1]}, {"kind": ["rl"]}), "kind", "must be"),
         (sweep({"train.lr": [1]}, {"trian": {}}), "trian", "did you mean"),
         ({**SMALLEST, "sweep": 3}, "sweep", "must be a table"),
         (sweep({"train.lr": [10**30]}), "(whole spec)", "cannot be stored"),
