@@ -109,9 +109,12 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.fixture(autouse=True)
 def logging() -> None:
-    """Keeps what services of this process log out of the output of commands that run in it."""
+    """Keeps what services of this process log out of the output of commands that run in it. Tracebacks are plain: to
+    print all locals of the frames takes a second, in which a scheduler loses its leadership."""
     structlog.reset_defaults()
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.__stderr__))
+    plain = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+    processors = [*structlog.get_config()["processors"][:-1], plain]
+    structlog.configure(processors=processors, logger_factory=structlog.PrintLoggerFactory(sys.__stderr__))
 
 
 def wait_port(port: int, process: subprocess.Popen[bytes], host: str = "127.0.0.1") -> None:
