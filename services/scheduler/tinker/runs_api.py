@@ -89,7 +89,8 @@ class RunsApi:
         return json_response(
             {
                 "base_model": shown_base(found.base),
-                "is_lora": not found.lora.is_full,
+                # The SDK asserts it before it creates a model from the checkpoint, with this rank: 0 is all weights.
+                "is_lora": True,
                 "lora_rank": found.lora.rank,
                 "train_unembed": found.lora.is_full,
                 "train_mlp": found.lora.train_mlp,

@@ -28,6 +28,7 @@ from opentinker.services.scheduler.tinker.bodies import (
     AdamBody,
     ForwardBody,
     LoadBody,
+    Lora,
     ModelBody,
     ModelId,
     OptimizerKind,
@@ -88,11 +89,7 @@ class TrainingApi:
         session = await self._access.session(request, body.session_id)
         refuse_optimizer(body.optimizer_config)
         id = f"{session.id}:train:{seq_of('model_seq_id', body.model_seq_id)}"
-        given, lora = body.lora_config, FULL
-        if given is not None and given.rank != 0:
-            lora = LoraShape(
-                rank=given.rank, seed=_seed(id, given.seed), train_mlp=given.train_mlp, train_attn=given.train_attn
-            )
+        lora = _shape(id, body.lora_config)
         job = await self._access.server_for(request, body.base_model, full=lora.is_full)
         model = self._model(request, id, job, lora, body.user_metadata)
         return json_response(await self._create(request, model, Create(lora=lora)))
@@ -327,3 +324,14 @@ def _seed(id: str, seed: int | None) -> int:
     if seed is None:
         return int.from_bytes(hashlib.sha256(id.encode()).digest()[:4], "big")
     return seq_of("lora_config.seed", seed)
+
+
+def _shape(id: str, given: Lora | None) -> LoraShape:
+    """Return what of a model is trained. Raises SpecError."""
+    if given is not None and given.rank != 0:
+        seed = _seed(id, given.seed)
+        return LoraShape(rank=given.rank, seed=seed, train_mlp=given.train_mlp, train_attn=given.train_attn)
+    for name in ("train_mlp", "train_attn"):
+        if given is not None and not getattr(given, name):
+            raise SpecError.of(f"lora_config.{name}", False, "does not apply with rank 0, which trains all weights")
+    return FULL

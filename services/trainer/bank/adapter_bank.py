@@ -22,9 +22,9 @@ from opentinker.services.trainer.bank.residency import Residency
 from opentinker.shared.spec import LoraSpec
 
 MOST_SLOTS = 64
-FULL_VECTORS = 6
-"""Float32 vectors of all weights that a model of them has at once in a pass: weights, moments, gradient sum, that with
-the pass, and the pass's gradient."""
+FULL_VECTORS = 14
+"""Float32 vectors of all weights that there are at once: the base, a model's weights, moments and gradient sum, that
+with the pass; and while the model is stored, the copy that is written and the bytes of its file, four each."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,8 @@ class AdapterBank:
             self.capacity = measure(base, self.limits, most=MOST_SLOTS)
             slots = self.capacity.slots
         self.residency = Residency(base.device, slots, host_bytes, store)
+        self.trains_full = False
+        """Whether it has had all weights of a model."""
 
     @property
     def slots(self) -> int:
@@ -108,6 +110,7 @@ class AdapterBank:
                 f"training all weights takes {needed / 2**30:.1f} GiB, and the device has {there / 2**30:.1f} for it; "
                 "train an adapter (a rank above 0), or choose a smaller base"
             )
+        self.trains_full = True
 
     def _add(self, adapter: Adapter, owner: str) -> None:
         adapter.owner = owner

@@ -262,6 +262,8 @@ class BankLoop:
 
     @property
     def _pass_tokens(self) -> int:
+        if self.bank.trains_full:  # a command has the same passes whatever others send: its sums are the same bits
+            return self.bank.limits.step_tokens
         return self._budget.tokens(self._queue.tenants())
 
     @property

@@ -45,6 +45,14 @@ async def test_without_a_server_for_adapters_one_is_refused(user: Client, ctx: C
     assert status == 422 and "create the model with rank 0" in answer["detail"]
 
 
+@pytest.mark.parametrize("layers", ["train_mlp", "train_attn"])
+async def test_all_weights_without_some_layers_are_refused(user: Client, ctx: Context, layers: str) -> None:
+    async with FakeWorkers(ctx, await start_server(ctx, full_weights=True)).work() as full:
+        body = {"session_id": await user.session(), "model_seq_id": 0, "base_model": BASE}
+        status, answer = await user.post("create_model", **body, lora_config={"rank": 0, layers: False})
+    assert status == 422 and f"lora_config.{layers}" in answer["detail"] and not full.commands
+
+
 async def test_its_checkpoints_are_loaded_sampled_and_downloaded(user: Client, ctx: Context) -> None:
     async with FakeWorkers(ctx, await start_server(ctx, full_weights=True)).work() as full:
         model = await full_model(user, None)
@@ -60,7 +68,7 @@ async def test_its_checkpoints_are_loaded_sampled_and_downloaded(user: Client, c
         _, found = await user.get(f"training_runs/{model}/checkpoints/weights/first/external_weights_urls")
         assert tuple(sorted(found["urls"])) == FILES
         _, info = await user.post("weights_info", tinker_path=saved.path)
-        assert (info["is_lora"], info["lora_rank"], info["train_unembed"]) == (False, 0, True)
+        assert (info["is_lora"], info["lora_rank"], info["train_unembed"]) == (True, 0, True)
         await user.result(await user.ok("load_weights", model_id=model, seq_id=1, path=saved.path, optimizer=True))
         loaded = full.commands[-1]
         assert loaded.body == Load(path=saved.path, directory=str(place), optimizer=True)

@@ -3,6 +3,7 @@ has been away."""
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from opentinker.services.trainer.bank import adapter_files
+from opentinker.services.trainer.bank import adapter_files, pass_budget
 from opentinker.services.trainer.bank.adamw import AdamSettings
 from opentinker.services.trainer.bank.adapter import FullShape
 from opentinker.services.trainer.bank.adapter_bank import AdapterBank, Rows
+from opentinker.services.trainer.bank.bank_loop import BankLoop
 from opentinker.services.trainer.bank.base_model import BaseModel
 from opentinker.services.trainer.bank.full_files import export_full, import_full
 from opentinker.services.trainer.bank.limits import Refused
@@ -115,6 +117,28 @@ def test_models_take_turns_and_each_is_as_if_it_were_alone(bank: AdapterBank, tm
     for what in ("weights", "exp_avg", "exp_avg_sq"):
         assert torch.equal(vector(bank, "a", what), vector(alone, "a", what))
         assert not torch.equal(vector(bank, "b", what), vector(bank, "a", what))
+
+
+async def test_another_tenant_changes_no_bit_of_a_model(
+    whole: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A command has the same passes whoever sends beside it, and however fast passes are."""
+    monkeypatch.setattr(pass_budget, "SMALLEST", 1)
+    monkeypatch.setattr(pass_budget, "SHARED_PASS_S", 1e-9)
+    found = {}
+    for tenants in (1, 2):
+        bank = AdapterBank(whole, tmp_path / f"of-{tenants}", LIMITS, slots=1)
+        async with BankLoop(bank) as loop:
+            names = [f"m{number}" for number in range(tenants)]
+            for name in names:
+                await loop.create(name, name, None, 0)
+            for step in range(2):
+                units = some_units(step, rows=24)
+                assert sum(unit.tokens for unit in units) > 1.5 * LIMITS.step_tokens
+                await asyncio.gather(*(loop.run_units(name, name, units, PassOptions()) for name in names))
+                await asyncio.gather(*(loop.optim_step(name, name, SETTINGS) for name in names))
+            found[tenants] = (await loop.read("m0", "m0")).weights
+    assert torch.equal(found[1], found[2])
 
 
 def test_a_stored_one_is_the_same_bit_for_bit(bank: AdapterBank, tmp_path: Path) -> None:
