@@ -24,8 +24,7 @@ class TinkerSpec(SpecPart):
     """Largest rank of a client's adapter. Rollout workers reserve the room of this rank for each of max_adapters."""
     full_weights: bool = False
     """Clients train all weights of models instead of adapters: create_model without a lora_config, or with rank 0. The
-    job has a shared trainer to itself, which holds one model at a time, and a rollout worker samples from one at a
-    time."""
+    shared trainer has no adapters and holds one model at a time, and a rollout worker samples from one at a time."""
     max_adapters: Annotated[int, Field(ge=1, le=64)] = 8
     """Adapters that one batch of a rollout worker samples with; others wait for their turn."""
     max_concurrent: Annotated[int, Field(ge=1, le=256)] = 64
