@@ -69,6 +69,8 @@ async def test_the_address_holds_the_list_of_jobs(opened: Open, http: Http) -> N
     for name, kept in (("a", {"name": "copy_digits"}), ("b", {"name": "copy_digits"}), ("c", {"name": "gsm8k"})):
         await http.job({**SPEC, "name": name, "environment": kept})
     tab = await opened(http.url)
+    await tab.page.set_viewport_size({"width": 1400, "height": 900})  # with room for the environments
+    await tab.page.reload()
     rows, heads = tab.page.locator(".jobs tbody tr"), tab.page.locator(".jobs thead")
     await heads.get_by_role("button", name="Job").click()
     await expect(rows.first).to_contain_text("a")

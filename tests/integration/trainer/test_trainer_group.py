@@ -24,6 +24,8 @@ from tests.support.learning import random_groups
 from tests.support.listening import living
 
 HERE = "127.0.0.1"
+RANK = "-m\0opentinker.services.trainer.distributed.rank_main"
+"""In the command of a rank. Servers of forks have imported the module too."""
 SHARES = (RankShare("trainer-0", "a", 1), RankShare("trainer-1", "b", 1))
 """The lead is this process."""
 
@@ -51,7 +53,7 @@ class TwoTrainers(Pair):
     @property
     def pid(self) -> int:
         """Of the member's rank."""
-        (pid,) = [pid for pid, parent in living() if parent == os.getpid() and "rank_main" in command_of(pid)]
+        (pid,) = [pid for pid, parent in living() if parent == os.getpid() and RANK in command_of(pid)]
         return pid
 
     def member_ends(self) -> bool:
