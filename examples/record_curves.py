@@ -27,6 +27,7 @@ import orjson
 
 from examples.curve_digest import digest_of
 from examples.kuhn_exploitability import read_policy
+from examples.pennies_probabilities import read_heads
 from opentinker import Client
 from opentinker.cli.run import everything
 from opentinker.envs.builtin.kuhn_rules import average_policy, exploitability
@@ -76,6 +77,8 @@ def _of_job(file: Path, place: str, steps: int | None) -> dict[str, Any]:
     records = Path(place) / "jobs" / parts_of(job["id"], list(job.get("policies", {})))[0]
     if file.stem == "kuhn_poker":
         metric, values = "exploitability", _exploitability(file, records / "checkpoints")
+    elif file.stem == "matching_pennies":
+        metric, values = "distance from equilibrium", _distances(file, records / "checkpoints")
     elif metric_of_evaluations := EVALUATED.get(file.stem):
         evaluated = [orjson.loads(line) for line in (records / "validation.jsonl").read_bytes().splitlines()]
         metric, values = metric_of_evaluations, [one[metric_of_evaluations] for one in evaluated]
@@ -95,11 +98,22 @@ def _of_pushed(file: Path, spec: dict[str, Any], place: Path) -> dict[str, Any]:
 
 def _exploitability(file: Path, checkpoints: Path) -> list[float]:
     """Return the exploitability of the average of the versions up to each checkpoint, the base first."""
-    spec = tomllib.loads(file.read_text())
-    directories = [Path(spec["model"]["base"]), *sorted(checkpoints.glob("step-*"))]
-    template, rules = spec["model"]["chat_template"], spec["environment"]["config"]["rules"]
+    directories, template, rules = _versions(file, checkpoints)
     versions = [read_policy(directory, template, rules=rules).policy for directory in directories]
     return [exploitability(average_policy(versions[: n + 1])) for n in range(len(versions))]
+
+
+def _distances(file: Path, checkpoints: Path) -> list[float]:
+    """Return how far each checkpoint, the base first, is from showing heads with probability 0.5 on either seat."""
+    directories, template, rules = _versions(file, checkpoints)
+    return [read_heads(directory, template, rules=rules).distance for directory in directories]
+
+
+def _versions(file: Path, checkpoints: Path) -> tuple[list[Path], str, bool]:
+    """Return the base and the checkpoints of a game's job, and what its prompts are made of."""
+    spec = tomllib.loads(file.read_text())
+    directories = [Path(spec["model"]["base"]), *sorted(checkpoints.glob("step-*"))]
+    return directories, spec["model"]["chat_template"], spec["environment"]["config"]["rules"]
 
 
 def _of_sweep(file: Path, spec: dict[str, Any], place: Path) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from opentinker.envs.base import Action, Bot, Environment, EnvironmentConfig, Op
 
 EVEN, ODD = "even", "odd"
 _WORD = re.compile(r"(?<![\w'])[a-z]+(?![\w'])")
-_SIDES = {"heads": "h", "tails": "t", "h": "h", "t": "t"}
+SIDES = {"heads": "h", "tails": "t", "h": "h", "t": "t"}
+"""Words of an answer, and the side that each means."""
 _GOALS = {EVEN: "the same", ODD: "different"}
 
 
@@ -38,7 +39,7 @@ class MatchingPennies(Environment):
 
     async def open(self, row: int, seed: int) -> Opening:
         self.draw = random.Random(f"matching_pennies/{seed}/{row}")
-        return Opening(acting={seat: [user(self._prompt(seat))] for seat in self.seats})
+        return Opening(acting={seat: [user(text)] for seat, text in prompts(rules=self.config.rules).items()})
 
     async def step_all(self, actions: list[Action]) -> Step:
         even, odd = coins = [_side(action.text) for action in actions]
@@ -52,13 +53,15 @@ class MatchingPennies(Environment):
             metrics={"illegal": float(coins.count("")), **heads},
         )
 
-    def _prompt(self, seat: str) -> str:
-        if not self.config.rules:
-            return f"{seat}="
-        return f"matching pennies. you win if the coins are {_GOALS[seat]}. say h or t:"
+
+def prompts(*, rules: bool) -> dict[str, str]:
+    """Return the prompt of each seat."""
+    if not rules:
+        return {seat: f"{seat}=" for seat in (EVEN, ODD)}
+    return {seat: f"matching pennies. you win if the coins are {goal}. say h or t:" for seat, goal in _GOALS.items()}
 
 
 def _side(text: str) -> str:
     """Return the last side that the answer names, `h` or `t`; empty if it names neither."""
-    named = [_SIDES[word] for word in _WORD.findall(text.lower()) if word in _SIDES]
+    named = [SIDES[word] for word in _WORD.findall(text.lower()) if word in SIDES]
     return named[-1] if named else ""

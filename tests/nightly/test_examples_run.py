@@ -32,6 +32,7 @@ SIMULATED_IGNORES = ("temperature", "top_p", "top_k", "stop", "context_length")
 COMMANDS = {
     "runs/models/tiny": ["examples.models.make_tiny"],
     "runs/models/kuhn": ["examples.models.make_kuhn"],
+    "runs/models/pennies": ["examples.models.make_pennies"],
     "runs/models/tictactoe": ["examples.models.make_tictactoe"],
     "runs/models/gomoku": ["examples.models.make_gomoku"],
     "runs/models/smollm2-135m-instruct": ["examples.models.make_smollm2"],
