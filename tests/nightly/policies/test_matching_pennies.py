@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from statistics import mean
 
 import pytest
 
@@ -43,5 +42,5 @@ async def test_only_a_pool_of_past_versions_settles_at_the_equilibrium(tmp_path:
     pool, newest = await distances(tmp_path / "pool", 0.0), await distances(tmp_path / "newest", 1.0)
     figure(f"against the pool {[round(x, 3) for x in pool]}, against the newest {[round(x, 3) for x in newest]}")
     last = slice(-(len(pool) // 3), None)
-    assert mean(pool[last]) <= 0.1 and pool[-1] <= 0.1
-    assert mean(newest[last]) >= 0.2
+    assert max(pool[last]) <= 0.1
+    assert max(newest[last]) >= 0.2, "it passes by the equilibrium, and does not stay"
