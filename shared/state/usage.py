@@ -26,7 +26,7 @@ from typing import Any
 import structlog
 from redis.exceptions import RedisError
 
-from opentinker.shared.asyncio_tools import cancel_and_wait, every
+from opentinker.shared.asyncio_tools import cancel_and_wait, every, finish_uncancelled
 from opentinker.shared.state.redis_script import UNFENCED, LeadersScript, Script, read_hashes
 from opentinker.shared.types.core import part_id
 
@@ -134,7 +134,8 @@ async def metered(
     cpu: Callable[[], float] | None = None,
 ) -> AsyncIterator[None]:
     """Count for the job, while the block runs, the processor time of this process and its children, and what the block
-    puts into `spent`. `cpu`: the job's seconds, of a process that works for several."""
+    puts into `spent`. `cpu`: the job's seconds, of a process that works for several. A cancellation during the last
+    report takes effect after it."""
     usage, source = UsageStore(redis), uuid.uuid4().hex[:12]
     cpu = cpu or cpu_seconds
     cpu_began = await asyncio.to_thread(cpu)
@@ -148,13 +149,17 @@ async def metered(
             log.warning("usage_deferred", error=str(error))  # the next report includes it
 
     task = asyncio.create_task(every(report_s, report))
-    try:
-        yield
-    finally:
+
+    async def end() -> None:
         await cancel_and_wait(task)
         with suppress(TimeoutError):
             async with asyncio.timeout(LAST_S):
                 await report()
+
+    try:
+        yield
+    finally:
+        await finish_uncancelled(end())  # a lease may be taken back while its work ends by itself
 
 
 def _of_day(tenant: str, day: date) -> str:

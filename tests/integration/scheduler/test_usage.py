@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import threading
 import uuid
 from collections import Counter
 from datetime import UTC, datetime, timedelta
@@ -83,6 +84,32 @@ async def test_what_is_spent_is_said_while_it_is(store: Store, job: str) -> None
     async with metered(store.redis, job, said, report_s=0.05):
         said["tokens_generated"] += 7
         await until(lambda: spent(store, job), lambda found: found.get("tokens_generated") == 7)
+
+
+async def test_a_lease_that_is_taken_back_while_it_ends_is_counted(store: Store, job: str) -> None:
+    ends, go_on = threading.Event(), threading.Event()
+    seconds = iter([0.0, 2.0])
+
+    def cpu() -> float:
+        found = next(seconds)
+        if found:  # the last report
+            ends.set()
+            go_on.wait()
+        return found
+
+    async def lease() -> None:
+        async with metered(store.redis, job, Counter(tokens_generated=3), cpu=cpu):
+            pass
+
+    task = asyncio.create_task(lease())
+    await until(ends.is_set)
+    task.cancel()
+    for _ in range(5):  # turns of the loop, in which the cancellation reaches what the task waits for
+        await asyncio.sleep(0)
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await spent(store, job) == {"cpu_s": 2.0, "tokens_generated": 3.0}
 
 
 def test_processor_time_never_falls_when_a_child_ends() -> None:

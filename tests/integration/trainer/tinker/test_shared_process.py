@@ -61,6 +61,6 @@ async def test_a_tinker_server_has_a_place_in_a_shared_trainer(
     idle = await until(store.workers, lambda found: all(one.status == "idle" and not one.job for one in found))
     assert len(idle) == 2 and not serving.done()
     spent = partial(UsageStore(store.redis).of_jobs, [JOB])  # a lease is counted when it has come to its end
-    await until(spent, lambda found: found[0]["cpu_s"] > 0)
+    await until(spent, lambda found: found[0]["tokens_trained"] > 0 and found[0]["cpu_s"] > 0)
     ctx.stopping.set()
     await asyncio.wait_for(serving, WAIT_S)
