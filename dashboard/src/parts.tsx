@@ -157,6 +157,28 @@ export function Select({ label, value, of, choose, disabled }: SelectProps): JSX
   );
 }
 
+interface SearchProps {
+  label: string;
+  placeholder: string;
+  value: string;
+  set: (value: string) => void;
+  id?: string;
+}
+
+export function Search({ label, placeholder, value, set, id }: SearchProps): JSX.Element {
+  return (
+    <input
+      type="search"
+      id={id}
+      maxLength={200}
+      placeholder={placeholder}
+      aria-label={label}
+      value={value}
+      onInput={(event) => set(event.currentTarget.value)}
+    />
+  );
+}
+
 interface ChoiceProps<T> {
   label: string;
   /** The label is only read out. */

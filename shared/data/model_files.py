@@ -37,10 +37,10 @@ def parameters_in(directory: Path) -> float:
 
 def weight_files(directory: Path) -> list[Path]:
     """Return the files with the weights of a model or an adapter: where there is an index, or one file for all, others
-    repeat them in another layout. Raises OSError, ValueError for an index that is none."""
-    index = next(iter(sorted(directory.glob(INDEX))), None)
-    if index is not None:
-        return [directory / name for name in sorted(set(_read(index)["weight_map"].values()))]
+    repeat them in another layout. Raises OSError, and ValueError, KeyError or TypeError for an index that is none."""
+    index = directory / "model.safetensors.index.json"
+    if index.exists():
+        return [directory / name for name in sorted(_named_in(index))]
     whole = directory / "model.safetensors"
     return [whole] if whole.exists() else sorted(directory.glob("*.safetensors"))
 
@@ -96,10 +96,13 @@ def unloadable(directory: Path) -> str | None:
 def _torn_weights_in(directory: Path) -> str | None:
     """Return the first file of an index whose length differs from its header."""
     for index in directory.glob(INDEX):
-        named = set(orjson.loads(index.read_bytes())["weight_map"].values())
-        if lacking := sorted(name for name in named if not (directory / name).exists()):
+        if lacking := sorted(name for name in _named_in(index) if not (directory / name).exists()):
             return f"lacks {', '.join(lacking[:3])}, of {len(lacking)} that {index.name} names: copy it once more"
     return next((why for file in sorted(directory.glob("*.safetensors")) if (why := _torn(file))), None)
+
+
+def _named_in(index: Path) -> set[str]:
+    return set(orjson.loads(index.read_bytes())["weight_map"].values())
 
 
 def _torn(path: Path) -> str:

@@ -199,7 +199,9 @@ class SweepStore:
 
 
 def _record(id: str, fields: Mapping[str, str | None], kind: type[T]) -> T:
-    """A field that an earlier release did not write is absent, and has its default."""
+    """A field that an earlier release did not write is absent, and has its default; labels were in the base alone."""
     there: dict[str, Any] = {name: text for name, text in fields.items() if text is not None}
     there |= {name: orjson.loads(there[name]) for name in JSON_FIELDS if name in there}
+    if "base" in there and "tags" not in there:
+        there |= {name: there["base"][name] for name in ("project", "tags", "notes") if name in there["base"]}
     return msgspec.convert({**there, "id": id}, kind, strict=False)

@@ -11,6 +11,8 @@ from opentinker.shared.types.core import MAX_TAGS
 
 TABLE = "sweep"
 """Name of a sweep's table, and value of `kind` in its document."""
+ID_PREFIX = "s-"
+"""Beginning of a sweep's id."""
 MAX_SWEEP_TAGS = MAX_TAGS - 1
 """Its jobs have its id among their tags as well."""
 

@@ -53,13 +53,15 @@ JOB_S = 240.0
 """A job of a test ends within this time on a machine that has much else to do, where importing torch takes a minute."""
 TAIL, WIDTH = 25, 400
 SERVERS = ("nats", "valkey")
-Server = Callable[[], ForkServer]
+GetForkServer = Callable[[], ForkServer]
 
 
 class Process:
     """One slot: the same name, arguments and ports through all its lives."""
 
-    def __init__(self, name: str, argv: list[str], env: dict[str, str], log: Path, server: Server | None) -> None:
+    def __init__(
+        self, name: str, argv: list[str], env: dict[str, str], log: Path, server: GetForkServer | None
+    ) -> None:
         self.name, self.argv, self.env, self.log = name, argv, env, log
         self.server = server
         """Gives the fork server of which a fork runs the module `argv[-1]`, in place of `argv`."""
@@ -248,7 +250,7 @@ class Cluster:
         self._start(name, argv, server, OPENTINKER_WORKER_ID=name, **own)
         return name
 
-    def _start(self, name: str, argv: list[str], server: Server | None, **env: str) -> None:
+    def _start(self, name: str, argv: list[str], server: GetForkServer | None, **env: str) -> None:
         self.processes[name] = Process(name, argv, {**self.env, **env}, self.directory / f"{name}.log", server)
         self.processes[name].start()
 

@@ -9,7 +9,7 @@ import { filterOf, queryOf, sortsFor, SWEEP_SORTS, valueOf, viewOf, withLabel, w
 import { bestText, lastName, progress, ranked, seedText, settingText, trialValue } from "../lib/sweeps.ts";
 import type { Sweep, SweepSummary, SweepTrial } from "../lib/types.ts";
 import { ago, duration, short } from "../lib/words.ts";
-import { Empty, Facts, Progress, Said, Select, State, Table, type Column } from "../parts.tsx";
+import { type Column, Empty, Facts, Progress, Said, Search, Select, State, Table } from "../parts.tsx";
 import { MOST_RUNS } from "./compare/compare.tsx";
 import { Labels } from "./job/labels.tsx";
 import { Chip } from "./jobs/filters.tsx";
@@ -19,7 +19,7 @@ const LOOK_S = 3;
 
 const STATES = ["", "running", "succeeded", "failed", "cancelled"];
 const PAGE = 200;
-/** A page of the API. */
+/** The most sweeps that one answer of the API has. */
 const MOST = 1000;
 
 export function Sweeps(): JSX.Element {
@@ -33,14 +33,7 @@ export function Sweeps(): JSX.Element {
     <>
       <h1>Sweeps</h1>
       <div class="bar">
-        <input
-          type="search"
-          maxLength={200}
-          placeholder="Name, id, kind, environment, model, notes…"
-          aria-label="Search sweeps"
-          value={view.search}
-          onInput={(event) => change({ search: event.currentTarget.value })}
-        />
+        <Search label="Search sweeps" placeholder="Name, id, kind, environment, model, notes…" value={view.search} set={(search) => change({ search })} />
         <Select label="State" value={valueOf(labels, "state")} of={STATES.map((one) => [one, one || "any state"])} choose={(one) => choose(["state", one])} />
         <Select label="Order" value={sort} of={sortsFor(sort, SWEEP_SORTS)} choose={(one) => change({ sort: one })} />
         {labels.map((label) => label[0] !== "state" && <Chip key={label.join()} label={label} remove={() => change({ labels: without(labels, label) })} />)}

@@ -2,7 +2,7 @@
 
 import { strict as assert } from "node:assert";
 import { test } from "node:test";
-import { directionOf, filterOf, FIRST_SORT, queryOf, sortedBy, sortsFor, viewOf, withLabel, without, type Label, type ListView } from "../../src/lib/jobs/view.ts";
+import { sortDirectionOf, filterOf, FIRST_SORT, queryOf, sortedBy, sortsFor, viewOf, withLabel, without, type Label, type ListView } from "../../src/lib/jobs/view.ts";
 
 const VIEW: ListView = {
   search: "lr & rank ",
@@ -34,7 +34,7 @@ test("a column sorts by itself, then the other way around, and says which", () =
   assert.equal(sortedBy("created", "Time"), "-created");
   assert.equal(sortedBy("-created", "Time"), "created");
   assert.equal(sortedBy("state", "Curve"), "state");
-  assert.deepEqual(["created", "-created"].map((sort) => directionOf(sort, "Time")), ["descending", "ascending"]);
-  assert.deepEqual(["name", "-name", "created"].map((sort) => directionOf(sort, "Job")), ["ascending", "descending", undefined]);
+  assert.deepEqual(["created", "-created"].map((sort) => sortDirectionOf(sort, "Time")), ["descending", "ascending"]);
+  assert.deepEqual(["name", "-name", "created"].map((sort) => sortDirectionOf(sort, "Job")), ["ascending", "descending", undefined]);
   assert.deepEqual(sortsFor("-name").at(-1), ["-name", "by name, reversed"]);
 });

@@ -21,7 +21,14 @@ from opentinker.services.scheduler.http.auth import may_see, tenant_of
 from opentinker.services.scheduler.http.errors import json_response, parsed, read_json
 from opentinker.services.scheduler.http.list_parameters import parameters_of
 from opentinker.services.scheduler.http.route_decorator import Choice, Integer, Parameter, Route
-from opentinker.services.scheduler.jobs.list_query import GROUPED, JOBS, ListQuery, groups_of
+from opentinker.services.scheduler.jobs.list_query import (
+    GROUPED,
+    JOBS,
+    ListQuery,
+    groups_of,
+    place_after,
+    unknown_cursor,
+)
 from opentinker.services.scheduler.jobs.outages import outage_text
 from opentinker.shared import api_types
 from opentinker.shared.evaluation.categories import categories_of
@@ -111,16 +118,15 @@ class JobsApi:
         `cursor` is the `before` of the next call."""
         limit, before = LIMIT_JOBS.read(request), request.query.get("before", "")
         tenant, wanted = tenant_of(request), ListQuery.of(request.query)
-        try:
-            if wanted.plain:
+        if wanted.plain:
+            try:
                 page = await self.store.jobs_of(tenant, limit + 1, before)
-            else:
-                ids = [row.id for row in await self._rows(tenant, wanted)]
-                start = ids.index(before) + 1 if before else 0
-                page = await self.store.jobs(ids[start : start + limit + 1])
-        except (NotFound, ValueError):
-            problem = "is not one of the listed jobs; use the cursor of the last answer, or start again without one"
-            raise SpecError.of("before", before[:100], problem) from None
+            except NotFound:
+                raise unknown_cursor(before, JOBS) from None
+        else:
+            ids = [row.id for row in await self._rows(tenant, wanted)]
+            start = place_after(before, ids, JOBS)
+            page = await self.store.jobs(ids[start : start + limit + 1])
         shown = page[:limit]
         cursor = shown[-1].id if shown else before
         return json_response({"jobs": [job_summary(job) for job in shown], "cursor": cursor, "more": len(page) > limit})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -133,6 +133,18 @@ class ListQuery(NamedTuple):
             and self.tags <= set(row.tags)
             and (not self.words or all(word in _text(row) for word in self.words))
         )
+
+
+def place_after(before: str, ids: Sequence[str], what: Listed) -> int:
+    """Return the place of the first one after the cursor `before`; 0 without one. Raises SpecError."""
+    if before and before not in ids:
+        raise unknown_cursor(before, what)
+    return ids.index(before) + 1 if before else 0
+
+
+def unknown_cursor(before: str, what: Listed) -> SpecError:
+    problem = f"is not one of the listed {what.noun}s; use the cursor of the last answer, or start again without one"
+    return SpecError.of("before", before[:100], problem)
 
 
 def _parts(text: str) -> frozenset[str]:

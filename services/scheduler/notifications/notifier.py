@@ -31,6 +31,7 @@ from opentinker.shared.state.notifications import Message, Notifications
 from opentinker.shared.state.sweeps import SweepStore
 from opentinker.shared.types.core import JobRecord
 from opentinker.shared.types.errors import Conflict, NotFound, OpenTinkerError
+from opentinker.shared.types.sweeps import ID_PREFIX
 
 log = structlog.get_logger()
 
@@ -44,8 +45,6 @@ FIRST_RETRY_S, MAX_RETRY_S = 10.0, 1200.0
 AT_ONCE = 5
 UNKNOWN_S = 300.0
 """Time after its announcement from which on a missing job counts as never stored."""
-SWEEP = "s-"
-"""Beginning of a sweep's id."""
 STATES = ("succeeded", "failed", "cancelled")
 HIDDEN = ("id", "event", "time", "state")
 """Fields of an event that a message leaves out, or has elsewhere."""
@@ -200,7 +199,7 @@ class Notifier:
 
     async def _entries(self, id: str) -> list[dict[str, Any]]:
         """Return the [[notify]] of a job or sweep. Raises NotFound."""
-        if id.startswith(SWEEP):
+        if id.startswith(ID_PREFIX):
             return list((await self._sweeps.sweep(id)).base["notify"])
         return list((await self._store.job(id)).spec["notify"])
 

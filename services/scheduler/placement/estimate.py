@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping
 from statistics import median
@@ -48,7 +49,7 @@ async def estimate(ctx: Context, spec: JobSpec, tenant: str, jobs: int = 1) -> J
     if not like:
         return None
     others = await _measured(ctx, [job for job in found if job.kind == spec.kind])
-    chosen = of_setup(others, subject_of(plain), wanted)
+    chosen = await asyncio.to_thread(of_setup, others, subject_of(plain), wanted)
     return None if chosen is None else _estimate_of(ctx, plain, jobs, *chosen)
 
 

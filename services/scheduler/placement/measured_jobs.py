@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import permutations
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -104,27 +105,21 @@ def _effects(measured: Sequence[Measured], have: Setup, wanted: Setup) -> dict[s
 def _effect(measured: Sequence[Measured], name: str, have: int, wanted: int) -> float | None:
     """Return the median over pairs of setups of one subject that differ in this property alone. Between numbers of
     workers a step's time follows a power of the number: between no effect and twice as many in half of the time."""
-    groups: dict[tuple[Subject, Setup], list[float]] = defaultdict(list)
+    groups: dict[tuple[Any, ...], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for one in measured:
-        groups[one.subject, one.setup].append(one.seconds)
+        others = (value for other, value in one.setup._asdict().items() if other not in (name, "gpus"))
+        groups[one.subject, *others][getattr(one.setup, name)].append(one.seconds)
     found = []
-    for (subject, setup), before in groups.items():
-        for (other, after_setup), after in groups.items():
-            if subject != other or _without(name, setup) != _without(name, after_setup):
-                continue
-            first, second = getattr(setup, name), getattr(after_setup, name)
-            ratio = median(after) / median(before)
+    for group in groups.values():
+        times = {value: median(seconds) for value, seconds in group.items()}
+        for (first, before), (second, after) in permutations(times.items(), 2):
+            ratio = after / before
             if name == "lora" and (first, second) == (have, wanted):
                 found.append(ratio)
             elif name != "lora" and first < second:
                 power = math.log(ratio) / math.log(second / first)
                 found.append((wanted / have) ** min(0.0, max(-1.0, power)))
     return median(found) if found else None
-
-
-def _without(name: str, setup: Setup) -> dict[str, int]:
-    """Return the setup without a property, and without what follows from it."""
-    return {other: value for other, value in setup._asdict().items() if other not in (name, "gpus")}
 
 
 def _said(name: str, have: Setup, wanted: Setup, effect: float | None) -> str:

@@ -16,7 +16,7 @@ from opentinker.services.scheduler.http.jobs import FRESH_S, JobsApi
 from opentinker.services.scheduler.http.list_parameters import parameters_of
 from opentinker.services.scheduler.http.publishing import PublishingApi
 from opentinker.services.scheduler.http.route_decorator import Integer, Parameter, Route
-from opentinker.services.scheduler.jobs.list_query import SWEEPS, ListQuery
+from opentinker.services.scheduler.jobs.list_query import SWEEPS, ListQuery, place_after, unknown_cursor
 from opentinker.shared import api_types
 from opentinker.shared.security.authorization import Action
 from opentinker.shared.single_flight import SingleFlight
@@ -67,19 +67,18 @@ class SweepsApi:
         `cursor` is the `before` of the next call."""
         limit, before = LIMIT_SWEEPS.read(request), request.query.get("before", "")
         tenant, wanted = tenant_of(request), ListQuery.of(request.query, SWEEPS)
-        try:
-            if wanted.plain:
+        if wanted.plain:
+            try:
                 page = await self.store.of(tenant, limit + 1, before)
-                more = len(page) > limit
-            else:
-                rows = await self.all_rows.get(tenant, partial(self.rows.of, tenant))
-                ids = [row.id for row in await asyncio.to_thread(wanted.chosen, rows)]
-                start = ids.index(before) + 1 if before else 0
-                page = await self.store.summaries(ids[start : start + limit])
-                more = len(ids) > start + limit  # of those on the page some may have been deleted meanwhile
-        except (NotFound, ValueError):
-            problem = "is not one of the listed sweeps; use the cursor of the last answer, or start again without one"
-            raise SpecError.of("before", before[:100], problem) from None
+            except NotFound:
+                raise unknown_cursor(before, SWEEPS) from None
+            more = len(page) > limit
+        else:
+            rows = await self.all_rows.get(tenant, partial(self.rows.of, tenant))
+            ids = [row.id for row in await asyncio.to_thread(wanted.chosen, rows)]
+            start = place_after(before, ids, SWEEPS)
+            page = await self.store.summaries(ids[start : start + limit])
+            more = len(ids) > start + limit  # of those on the page some may have been deleted meanwhile
         cursor = page[:limit][-1].id if page else before
         shown = [sweep_summary(sweep) for sweep in page[:limit]]
         return json_response({"sweeps": shown, "cursor": cursor, "more": more})

@@ -25,6 +25,7 @@ from opentinker.cli.common import (
 from opentinker.cli.shell import complete
 from opentinker.shared.types.core import JobState
 from opentinker.shared.types.errors import Conflict, NotFound, plural
+from opentinker.shared.types.sweeps import ID_PREFIX
 
 if TYPE_CHECKING:
     from opentinker.client import Client
@@ -34,8 +35,6 @@ KINDS = ("rl", "sft", "dpo", "inference", "eval", "tinker")
 STATES = tuple(state.value for state in JobState)
 MOST_CANCELLED = 10_000
 NAMES_SHOWN = 10
-SWEEP = "s-"
-"""Beginning of a sweep's id."""
 RUNNING_FIRST = "state"
 
 States = Annotated[
@@ -176,7 +175,7 @@ def label(
     api = client(url)
     changed: list[JobSummary | SweepSummary] = []
     for id in ids:
-        change = api.label_sweep if id.startswith(SWEEP) else api.label
+        change = api.label_sweep if id.startswith(ID_PREFIX) else api.label
         changed.append(change(id, name=name, project=project, add_tags=add, remove_tags=remove, notes=notes))
     if as_json:
         print_json(changed[0] if len(changed) == 1 else changed)

@@ -78,8 +78,8 @@ def read_spec(
 
 
 def mistakes_at(server: str, data: dict[str, Any], beside: Path) -> list[Any]:
-    """Return the mistakes that a server finds in a spec: also in seats, and in checkpoints that it names. None if it
-    does not answer: what was found without it is reported all the same."""
+    """Return the mistakes that a server finds in a spec: also in seats, and in checkpoints that it names. An
+    empty list if it cannot be asked (no answer, or it refuses the key): local mistakes are reported all the same."""
     try:
         with client(server) as api:
             return [*api.validate(data, beside=beside, scope="queue")["mistakes"]]

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Self
 
 from opentinker.sdk.displays import Silent, display_of
 from opentinker.sdk.http import ApiError
-from opentinker.sdk.shown import FINAL, Record, Shown
+from opentinker.sdk.record_view import FINAL, Record, RecordView
 
 if TYPE_CHECKING:
     from opentinker.client.sync import Client
 
 
-class Handle(Shown[Record]):
+class Handle(RecordView[Record]):
     """Methods raise ApiError as the client's calls do."""
 
     def __init__(self, client: Client, id: str) -> None:

@@ -19,11 +19,11 @@ from typing import Any, Self
 from opentinker.client.handle import Handle
 from opentinker.sdk.cards import point_row
 from opentinker.sdk.displays import Frame, framed
-from opentinker.sdk.shown import ShownJob
+from opentinker.sdk.record_view import JobView
 from opentinker.shared.api_types import Event, Job, Rollout
 
 
-class JobHandle(ShownJob, Handle[Job]):
+class JobHandle(JobView, Handle[Job]):
     """Make it with `Client.start` or `Client.handle`. Methods raise ApiError as the client's calls do."""
 
     def refresh(self) -> Job:

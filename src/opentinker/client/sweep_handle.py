@@ -17,12 +17,12 @@ from opentinker.client.job_handle import JobHandle
 from opentinker.sdk.cards import trial_row
 from opentinker.sdk.displays import Frame, framed
 from opentinker.sdk.http import ApiError
-from opentinker.sdk.shown import ShownSweep
+from opentinker.sdk.record_view import SweepView
 from opentinker.sdk.sweeps import best_job
 from opentinker.shared.api_types import Sweep, SweepBest
 
 
-class SweepHandle(ShownSweep, Handle[Sweep]):
+class SweepHandle(SweepView, Handle[Sweep]):
     """Make it with `Client.start_sweep` or `Client.sweep_handle`. Methods raise ApiError as the client's calls do."""
 
     def refresh(self) -> Sweep:

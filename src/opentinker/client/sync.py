@@ -13,10 +13,9 @@ from opentinker.client.job_handle import JobHandle
 from opentinker.client.sweep_handle import SweepHandle
 from opentinker.sdk.client import AsyncClient, OnChange, print_change
 from opentinker.sdk.http import ApiError, ExitExecutor
-from opentinker.sdk.inputs import Spec, plain
+from opentinker.sdk.inputs import Spec, refuse_sweep
 from opentinker.sdk.loop_thread import LoopThread
 from opentinker.shared.api_types import Job
-from opentinker.shared.types.sweeps import is_sweep
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -92,8 +91,7 @@ class Client:
     ) -> JobHandle:
         """Submit a job, with the parameters of `submit`, and return it as an object. Raises ApiError if the spec is a
         sweep."""
-        if is_sweep(plain(spec)):
-            raise ApiError("this spec is a sweep: client.start_sweep(spec) submits it")
+        refuse_sweep(spec)
         made = self.submit(
             spec,
             beside=beside,

@@ -51,8 +51,8 @@ class Report:
     """Rewards differed, or an expert got more than guessing."""
 
 
-def playable() -> list[str]:
-    """Return the names of environments that need no server and no module of one's own, sorted."""
+def built_in_names() -> list[str]:
+    """Return the names of the built-in environments, sorted."""
     from opentinker.envs.registry import BUILT_IN
 
     return sorted(BUILT_IN)

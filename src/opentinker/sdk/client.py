@@ -28,11 +28,12 @@ from opentinker.sdk.environments import EnvironmentCalls
 from opentinker.sdk.handles import AsyncJobHandle, AsyncSweepHandle
 from opentinker.sdk.http import ApiConflict, ApiError, ApiNotFound, Http, resource
 from opentinker.sdk.inference import InferenceCalls
-from opentinker.sdk.inputs import Spec, plain, prepared, refers_to_checkpoints, started
+from opentinker.sdk.inputs import Spec, prepared, refers_to_checkpoints, refuse_sweep, started
 from opentinker.sdk.job_text import state_of
 from opentinker.sdk.keys import KeyCalls
 from opentinker.sdk.labels import label_changes, list_query
 from opentinker.sdk.observability import ObservabilityCalls
+from opentinker.sdk.record_view import FINAL
 from opentinker.sdk.sweeps import SweepCalls
 from opentinker.shared.api_types import (
     Event,
@@ -131,8 +132,7 @@ class AsyncClient(EnvironmentCalls, ArtifactCalls, KeyCalls, InferenceCalls, Obs
     ) -> AsyncJobHandle:
         """Submit a job, with the parameters of `submit`, and return it as an object. Raises ApiError if the spec is a
         sweep."""
-        if is_sweep(plain(spec)):
-            raise ApiError("this spec is a sweep: client.start_sweep(spec) submits it")
+        refuse_sweep(spec)
         made = await self.submit(
             spec,
             beside=beside,
@@ -289,7 +289,7 @@ class AsyncClient(EnvironmentCalls, ArtifactCalls, KeyCalls, InferenceCalls, Obs
             async for event in news:
                 query["after"] = event["id"]
                 yield event
-                if event.get("state") in _FINAL:
+                if event.get("state") in FINAL:
                     return
 
     async def metrics(
@@ -339,9 +339,6 @@ def print_change(job: Job) -> None:
         return
     sys.stderr.write(f"job {job['id']} is {state_of(job)}\n")
     sys.stderr.flush()
-
-
-_FINAL = {state.value for state in JobState if state.final}
 
 
 def _place(event: str) -> tuple[int, ...]:

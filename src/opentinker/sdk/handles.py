@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 from opentinker.sdk.cards import point_row, trial_row
 from opentinker.sdk.displays import Frame, Silent, display_of, framed
 from opentinker.sdk.http import ApiError
-from opentinker.sdk.shown import FINAL, Record, Shown, ShownJob, ShownSweep
+from opentinker.sdk.record_view import FINAL, JobView, Record, RecordView, SweepView
 from opentinker.sdk.sweeps import best_job
 from opentinker.shared.api_types import Event, Job, Rollout, Sweep, SweepBest
 
@@ -29,7 +29,7 @@ AT_ONCE = 16
 """Jobs of a sweep that are asked for at the same time."""
 
 
-class AsyncHandle(Shown[Record]):
+class AsyncHandle(RecordView[Record]):
     """`info`, `name`, `state` and `is_over` are as the server said last, in `refresh`, `wait` and all other calls.
     Methods raise ApiError as the client's calls do."""
 
@@ -97,7 +97,7 @@ class AsyncHandle(Shown[Record]):
         return self._card()
 
 
-class AsyncJobHandle(ShownJob, AsyncHandle[Job]):
+class AsyncJobHandle(JobView, AsyncHandle[Job]):
     """Make it with `AsyncClient.start` or `AsyncClient.handle`."""
 
     async def refresh(self) -> Job:
@@ -136,7 +136,7 @@ class AsyncJobHandle(ShownJob, AsyncHandle[Job]):
         return await self.client.download(self.id, to, step)
 
 
-class AsyncSweepHandle(ShownSweep, AsyncHandle[Sweep]):
+class AsyncSweepHandle(SweepView, AsyncHandle[Sweep]):
     """Make it with `AsyncClient.start_sweep` or `AsyncClient.sweep_handle`."""
 
     async def refresh(self) -> Sweep:

@@ -17,6 +17,7 @@ from opentinker.sdk.http import ApiError, Http
 from opentinker.shared.api_types import WhoAmI
 from opentinker.shared.durable_files import file_system
 from opentinker.shared.types.spec_text import load_spec
+from opentinker.shared.types.sweeps import is_sweep
 
 if TYPE_CHECKING:
     from opentinker.shared.spec import JobSpec
@@ -53,6 +54,12 @@ def plain(spec: Spec) -> Any:
             return dict(spec)
         case _:
             return spec.model_dump(mode="json")
+
+
+def refuse_sweep(spec: Spec) -> None:
+    """Raises ApiError if the spec is a sweep, where one job is wanted."""
+    if is_sweep(plain(spec)):
+        raise ApiError("this spec is a sweep: client.start_sweep(spec) submits it")
 
 
 def started(data: Any, checkpoint: str | None, optimizer: bool) -> Any:

@@ -114,7 +114,7 @@ async def test_the_async_client_starts_a_job_as_an_object(url: str) -> None:
             await own.start({**SPEC, "sweep": {"parameters": {SKILL: [0.1]}}})
         job = await own.start(SPEC)
         waiting = asyncio.create_task(job.wait(progress=False, cancel_on_interrupt=True, poll_s=0.05))
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0)  # it has begun
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting

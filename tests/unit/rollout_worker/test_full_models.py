@@ -15,7 +15,7 @@ from opentinker.services.rollout_worker.tinker.adapter_files import AdapterGone,
 from opentinker.services.rollout_worker.tinker.full_models import FullModels
 from opentinker.shared.data.model_files import weight_files
 from opentinker.shared.types.core import WeightVersion
-from tests.conftest import WAIT_S
+from tests.conftest import WAIT_S, until
 
 
 class Engine:
@@ -64,7 +64,7 @@ async def test_requests_for_one_model_are_side_by_side_and_the_others_wait(
             inside.remove(directory)
 
     tasks = [asyncio.create_task(use(directory)) for directory in ("", "", a, b, a, "")]
-    await asyncio.sleep(0.05)
+    await until(lambda: len(inside) == 2)
     assert inside == ["", ""] and not engine.loaded
     gate.set()
     await asyncio.wait_for(asyncio.gather(*tasks), WAIT_S)
@@ -106,6 +106,7 @@ def test_files_that_repeat_the_weights_are_not_read(tmp_path: Path) -> None:
     assert len(weight_files(tmp_path)) == 3
     index = '{"weight_map": {"a": "model-2.safetensors", "b": "model-1.safetensors", "c": "model-1.safetensors"}}'
     (tmp_path / "model.safetensors.index.json").write_text(index)
+    (tmp_path / "consolidated.safetensors.index.json").write_text('{"weight_map": {"a": "consolidated.safetensors"}}')
     assert [path.name for path in weight_files(tmp_path)] == ["model-1.safetensors", "model-2.safetensors"]
     (tmp_path / "model.safetensors.index.json").unlink()
     (tmp_path / "model.safetensors").write_bytes(b"")

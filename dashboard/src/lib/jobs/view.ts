@@ -88,7 +88,7 @@ export function sortedBy(sort: string, column: string): string {
 }
 
 /** For `aria-sort` of a column's head. */
-export function directionOf(sort: string, column: string): "ascending" | "descending" | undefined {
+export function sortDirectionOf(sort: string, column: string): "ascending" | "descending" | undefined {
   const name = sort.replace(/^-/, "");
   if (SORT_OF[column] !== name) return undefined;
   return LARGEST_FIRST.has(name) === sort.startsWith("-") ? "ascending" : "descending";

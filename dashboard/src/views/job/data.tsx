@@ -8,7 +8,7 @@ import { PAGE, percent, queryOf, shareLine, SHARES, summary, type DataRow, type 
 import { policiesOf } from "../../lib/curves/policies.ts";
 import { FINAL, type JobDetail } from "../../lib/types.ts";
 import { short } from "../../lib/words.ts";
-import { Choice, Empty, Facts, Head, Said, Select } from "../../parts.tsx";
+import { Choice, Empty, Facts, Head, Said, Search, Select } from "../../parts.tsx";
 
 const SORTS: [string, string][] = [
   ["row", "in their order"],
@@ -42,14 +42,7 @@ export function Data({ job }: { job: JobDetail }): JSX.Element {
   return (
     <>
       <div class="bar">
-        <input
-          type="search"
-          maxLength={200}
-          placeholder="Text in the prompt"
-          aria-label="Search rows"
-          value={text}
-          onInput={(event) => first(setText)(event.currentTarget.value)}
-        />
+        <Search label="Search rows" placeholder="Text in the prompt" value={text} set={first(setText)} />
         {plays && <Select label="Solved share" value={share} of={Object.keys(SHARES).map((one) => [one, one])} choose={first(setShare)} />}
         {plays && <Select label="Order" value={sort} of={SORTS} choose={first(setSort)} />}
         {policies.length > 0 && <Choice label="policy" value={policy} of={policies} choose={first(setPolicy)} />}

@@ -7,7 +7,7 @@ import { ask, job as path } from "../../lib/api.ts";
 import type { Beside, Follow } from "../../lib/live/follow.ts";
 import type { Event, Json, JobDetail } from "../../lib/types.ts";
 import { clock, counted, moment } from "../../lib/words.ts";
-import { Empty, Select } from "../../parts.tsx";
+import { Empty, Search, Select } from "../../parts.tsx";
 
 interface Line {
   key: string;
@@ -38,7 +38,7 @@ export function Log({ job, follow }: { job: JobDetail; follow: Follow | null }):
   return (
     <>
       <div class="bar">
-        <input type="search" placeholder="Search the log…" aria-label="Search the log" value={text} onInput={(event) => setText(event.currentTarget.value)} />
+        <Search label="Search the log" placeholder="Search the log…" value={text} set={setText} />
         <Select label="Level" value={level} of={LEVELS.slice(1).map((one) => [one, `${one} and above`])} choose={setLevel} />
         <small class="dim">
           {counted(shown.length, "line")}{shown.length > SHOWN ? `, showing the last ${SHOWN}` : ""}

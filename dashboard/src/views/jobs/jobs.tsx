@@ -5,12 +5,12 @@ import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { go, queryNow, useAfter, useAsked, useKeyNames, useNow, useQuery } from "../../hooks.ts";
 import { columnsOf, deedOf, isTyping, matches, picked, windowed, type Span } from "../../lib/jobs/rows.ts";
 import {
-  directionOf, filterOf, FIRST_SORT, PROPERTIES, queryOf, SORT_OF, sortedBy, sortsFor, valueOf, viewOf, withLabel, without,
+  sortDirectionOf, filterOf, FIRST_SORT, PROPERTIES, queryOf, SORT_OF, sortedBy, sortsFor, valueOf, viewOf, withLabel, without,
   type Label, type ListView, type Property,
 } from "../../lib/jobs/view.ts"; // prettier-ignore
 import { type Job } from "../../lib/types.ts";
 import { counted } from "../../lib/words.ts";
-import { Empty, Said, Select } from "../../parts.tsx";
+import { Empty, Said, Search, Select } from "../../parts.tsx";
 import { Away } from "./away.tsx";
 import { Chip, Filters } from "./filters.tsx";
 import { Bulk, pressed as pressedFor } from "./job-actions.tsx";
@@ -55,15 +55,7 @@ export function Jobs(): JSX.Element {
       <h1 class="unseen">Jobs</h1>
       <Away />
       <div class="bar">
-        <input
-          type="search"
-          id="search-jobs"
-          maxLength={200}
-          placeholder="Name, id, kind, environment, model, key's id…"
-          aria-label="Search jobs"
-          value={view.search}
-          onInput={(event) => change({ search: event.currentTarget.value })}
-        />
+        <Search id="search-jobs" label="Search jobs" placeholder="Name, id, kind, environment, model, key's id…" value={view.search} set={(search) => change({ search })} />
         <Select label="State" value={state} of={STATES.map((one) => [one, one || "any state"])} choose={(one) => filtered(["state", one])} />
         <Filters labels={labels} choose={filtered} />
         <Select label="Order" value={sort} of={sortsFor(sort)} choose={(one) => change({ sort: one })} />
@@ -318,7 +310,7 @@ function Table({ jobs, columns, sort, choose, order, again }: TableProps): JSX.E
 
 /** The head of a column; a click sorts by it, and a second one the other way around. */
 function Heading({ name, sort, order }: { name: string; sort: string; order: (column: string) => void }): JSX.Element {
-  const direction = directionOf(sort, name);
+  const direction = sortDirectionOf(sort, name);
   if (!SORT_OF[name]) return <th>{name}</th>;
   return (
     <th aria-sort={direction}>

@@ -50,10 +50,10 @@ def pushed_environments(ctx: typer.Context, incomplete: str) -> list[Offer]:
 
 
 def local_environments(incomplete: str) -> list[str]:
-    """Return names of environments that this machine can play without a server."""
-    from opentinker.local.env_trial import playable
+    """Return names of built-in environments, without asking a server."""
+    from opentinker.local.env_trial import built_in_names
 
-    return [name for name in playable() if name.startswith(incomplete)]
+    return [name for name in built_in_names() if name.startswith(incomplete)]
 
 
 def _told(one: Any) -> str:

@@ -6,13 +6,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import pytest
 import torch
 
 from opentinker.services.trainer.algorithm import advantages, losses
 from opentinker.shared.evaluation.pool_draws import GrowthRule, choose_opponent, grow_pool
+from tests.conftest import Figure
 
-STEPS, GROUPS, SIZE = 240, 16, 32
+STEPS, GROUPS, SIZE, SEEDS = 240, 16, 32, 3
 ENTROPY_COEF, LR = 0.5, 0.05
 RULE = GrowthRule(every=10, keep=100)
 EVEN, ODD = 0, 1
@@ -70,8 +70,13 @@ def heads_of_versions(seed: int, latest: float) -> Floats:
     return np.array(versions)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_only_a_pool_of_past_versions_settles_at_the_equilibrium(seed: int) -> None:
-    pool_VE, newest_VE = (np.abs(heads_of_versions(seed, latest) - 0.5)[-STEPS // 3 :] for latest in (0.0, 1.0))
-    assert pool_VE.max() <= 0.1, "every version of the last third, on both seats"
-    assert (newest_VE.max(axis=0) >= 0.4).all(), "against the newest alone either seat swings past 0.9 until the end"
+def test_only_a_pool_of_past_versions_settles_at_the_equilibrium(figure: Figure) -> None:
+    last = slice(-STEPS // 3, None)
+    for latest in (0.0, 0.5, 1.0):
+        distances = [np.abs(heads_of_versions(seed, latest) - 0.5)[last].max(axis=0) for seed in range(SEEDS)]
+        largest = [float(each.max()) for each in distances]
+        figure(f"latest = {latest}: {min(largest):.3f} to {max(largest):.3f} from the equilibrium")
+        if latest == 0:
+            assert max(largest) <= 0.1, "every version of the last third, on both seats"
+        if latest == 1:
+            assert min(each.min() for each in distances) >= 0.4, "against the newest alone either seat swings past 0.9"

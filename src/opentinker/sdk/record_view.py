@@ -1,5 +1,4 @@
-"""What every object of a job or of a sweep has, whichever client it belongs to: the latest record, and how it shows
-itself."""
+"""Jobs and sweeps as objects of either client: the latest record, and how it is printed."""
 
 from __future__ import annotations
 
@@ -11,12 +10,14 @@ from opentinker.sdk.cards import job_card, job_progress, sweep_card, sweep_progr
 from opentinker.sdk.displays import Progress
 from opentinker.sdk.job_text import state_of
 from opentinker.shared.api_types import Job, Sweep
+from opentinker.shared.types.core import JobState
 
 Record = TypeVar("Record", Job, Sweep)
-FINAL = ("succeeded", "failed", "cancelled")
+FINAL = {state.value for state in JobState if state.final}
+"""States of jobs, and of sweeps, in which nothing follows."""
 
 
-class Shown(ABC, Generic[Record]):
+class RecordView(ABC, Generic[Record]):
     NOUN: ClassVar[str]
     FIELDS: ClassVar[Collection[str]]
     """Of the record, shown by rich."""
@@ -46,7 +47,7 @@ class Shown(ABC, Generic[Record]):
         """Return it as HTML, as it was known last. Every text is escaped; there are no scripts or styles in it."""
 
 
-class ShownJob(Shown[Job]):
+class JobView(RecordView[Job]):
     NOUN = "job"
     FIELDS = ("name", "state", "step", "steps")
 
@@ -60,7 +61,7 @@ class ShownJob(Shown[Job]):
         return job_card(self.id, self._last)
 
 
-class ShownSweep(Shown[Sweep]):
+class SweepView(RecordView[Sweep]):
     NOUN = "sweep"
     FIELDS = ("name", "state", "trials", "planned", "best")
 
