@@ -11,7 +11,7 @@ from torch import Tensor
 
 from opentinker.services.trainer.bank import adamw
 from opentinker.services.trainer.bank.adamw import AdamSettings
-from opentinker.services.trainer.bank.adapter import Adapter, FullShape
+from opentinker.services.trainer.bank.adapter import Adapter, AdapterShape, FullShape
 from opentinker.services.trainer.bank.adapter_files import export_peft, import_peft
 from opentinker.services.trainer.bank.base_model import BaseModel
 from opentinker.services.trainer.bank.capacity import Capacity, device_memory, measure
@@ -19,12 +19,17 @@ from opentinker.services.trainer.bank.limits import BankLimits, NotFinite, Refus
 from opentinker.services.trainer.bank.mixed_batch import MixedBatch, Piece, PieceResult
 from opentinker.services.trainer.bank.pass_part import PassOptions, PassPart, Unit
 from opentinker.services.trainer.bank.residency import Residency
+from opentinker.shared.runtime.memory import memory_bytes
 from opentinker.shared.spec import LoraSpec
 
 MOST_SLOTS = 64
 FULL_VECTORS = 14
 """Float32 vectors of all weights that there are at once: the base, a model's weights, moments and gradient sum, that
-with the pass; and while the model is stored, the copy that is written and the bytes of its file, four each."""
+with the pass; and while a model is stored, the copy that is written and the bytes of its file, four each. There is one
+such copy at a time: `BankLoop.copying`."""
+HOST_VECTORS = 8
+"""Those of them that are in host memory beside a GPU: a model's vectors on their way to its file, and the file's bytes.
+"""
 
 
 @dataclass(frozen=True)
@@ -110,11 +115,17 @@ class AdapterBank:
                 f"training all weights takes {needed / 2**30:.1f} GiB, and the device has {there / 2**30:.1f} for it; "
                 "train an adapter (a rank above 0), or choose a smaller base"
             )
-        self.trains_full = True
+        copied, free = HOST_VECTORS * weights, memory_bytes() - self.residency.host_bytes
+        if self.base.device == "cuda" and copied > free:
+            raise Refused(
+                f"storing a model of all weights takes {copied / 2**30:.1f} GiB of host memory, and there are "
+                f"{free / 2**30:.1f} for it; train an adapter (a rank above 0), or choose a smaller base"
+            )
 
     def _add(self, adapter: Adapter, owner: str) -> None:
         adapter.owner = owner
         self.residency.add(adapter)
+        self.trains_full |= isinstance(adapter.shape, FullShape)
 
     def export_peft(self, name: str, directory: Path) -> None:
         """Write an adapter as a PEFT directory, in the dtype of the base. Raises NotFound."""
@@ -206,6 +217,11 @@ class AdapterBank:
         """Return a copy of an adapter, on the bank's device. Raises NotFound."""
         (adapter,) = self.residency.bring([name])
         return adapter.copy_to(self.base.device)
+
+    def shape(self, name: str) -> AdapterShape | FullShape:
+        """Return an adapter's shape. Raises NotFound."""
+        (adapter,) = self.residency.bring([name])
+        return adapter.shape
 
     def write(self, name: str, vectors: Mapping[str, Tensor], steps: int | None) -> None:
         """Replace vectors of an adapter, and its step count unless None; its gradient sum is dropped. Raises

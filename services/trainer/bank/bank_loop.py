@@ -20,7 +20,7 @@ import structlog
 from torch import Tensor
 
 from opentinker.services.trainer.bank.adamw import AdamSettings, check_settings
-from opentinker.services.trainer.bank.adapter import Adapter
+from opentinker.services.trainer.bank.adapter import Adapter, AdapterShape, FullShape
 from opentinker.services.trainer.bank.adapter_bank import AdapterBank, Rows, StepResult
 from opentinker.services.trainer.bank.bank_commands import (
     BankCommand,
@@ -63,6 +63,8 @@ class BankLoop:
         self._wake, self._finished = asyncio.Event(), Notifier()
         self._rooms: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """Held by the tenant's first one that waits for room."""
+        self.copying = asyncio.Lock()
+        """Held by those who hold a copy of a model that trains all weights, whatever lease they are of."""
         self.passed = TenantTotals()
         """Tokens that went through passes."""
         self.waited_s = TenantTotals()
@@ -198,6 +200,10 @@ class BankLoop:
     async def read(self, tenant: str, adapter: str) -> Adapter:
         """Return a copy of the adapter as it is after its commands so far. Raises NotFound."""
         return await self.send_read(tenant, adapter)
+
+    def shape(self, tenant: str, adapter: str) -> asyncio.Future[AdapterShape | FullShape]:
+        """Likewise, its shape alone, without a copy."""
+        return self._send(tenant, adapter, lambda: self.bank.shape(adapter))
 
     def send_read(self, tenant: str, adapter: str) -> asyncio.Future[Adapter]:
         """The same, in the queue when it returns."""

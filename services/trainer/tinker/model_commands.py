@@ -85,10 +85,11 @@ class ModelCommands:
                 f"rank {body.lora.rank} is above the largest rank of this server, {most}; choose a lower rank"
             )
         lora = None if body.lora.is_full else lora_of(body.lora, self._bank.bank.base.layers)
-        await self._bank.create(command.tenant, self.adapter, lora, body.lora.seed)
+        async with self._shared.one_copy():
+            await self._bank.create(command.tenant, self.adapter, lora, body.lora.seed)
         self.tenant, self.lora, self.passes = command.tenant, body.lora, 0
         await self._bank.wait_for_room(self.tenant)
-        self._shape = (await self._bank.read(self.tenant, self.adapter)).shape
+        self._shape = await self._bank.shape(self.tenant, self.adapter)
         try:
             if body.start:
                 await self._replace(Path(body.start), optimizer=body.optimizer)
@@ -108,9 +109,11 @@ class ModelCommands:
 
     async def _replace(self, directory: Path, *, optimizer: bool) -> None:
         assert self._shape is not None
-        vectors, steps = await asyncio.to_thread(model_files.read_vectors, directory, self._shape, optimizer=optimizer)
-        await self._bank.wait_for_room(self.tenant)
-        await self._bank.write(self.tenant, self.adapter, vectors, steps)
+        read = functools.partial(model_files.read_vectors, directory, self._shape, optimizer=optimizer)
+        async with self._shared.one_copy():
+            vectors, steps = await asyncio.to_thread(read)
+            await self._bank.wait_for_room(self.tenant)
+            await self._bank.write(self.tenant, self.adapter, vectors, steps)
 
     async def leave(self) -> None:
         """Remove the adapter from the bank, if it is there."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TypeVar
 
 import structlog
@@ -121,16 +122,17 @@ class ModelRunner:
 
     async def _restore(self) -> None:
         try:
-            found = await asyncio.to_thread(
-                model_files.read_state, self._root, self._shared.lease.epoch, self._commands.adapter
-            )
-            if isinstance(found, ModelEnd):
-                self._ended = Failed(error=found.reason)
-            elif found is not None:
-                adapter, notes = found
-                await self._commands.restore(adapter, notes)
-                self._sent = self._stored = notes.seq
-                log.info("model_restored", model=self.model, seq=notes.seq, step=adapter.steps)
+            async with self._shared.one_copy():
+                found = await asyncio.to_thread(
+                    model_files.read_state, self._root, self._shared.lease.epoch, self._commands.adapter
+                )
+                if isinstance(found, ModelEnd):
+                    self._ended = Failed(error=found.reason)
+                elif found is not None:
+                    adapter, notes = found
+                    await self._commands.restore(adapter, notes)
+                    self._sent = self._stored = notes.seq
+                    log.info("model_restored", model=self.model, seq=notes.seq, step=adapter.steps)
         except (Refused, Conflict, JobFailed, OSError) as error:
             log.error("model_not_restored", model=self.model, error=str(error))
             self._ended = Failed(error=f"model {self.model} cannot be read: {first_line(error)}", category="server")
@@ -173,7 +175,11 @@ class ModelRunner:
                 return _of(await self._refuse_unreadable())
             if arrived.seq == 0 or isinstance(command.body, Create | Load | Unload):
                 return _of(await self._carry_out(command))
-            return await self._commands.begin(command, arrived_at=arrived.at, repeated=repeated)
+            begin = partial(self._commands.begin, command, arrived_at=arrived.at, repeated=repeated)
+            if not (isinstance(command.body, Save) and self._shared.spec.tinker.full_weights):
+                return await begin()
+            async with self._shared.one_copy():  # to its end: each that waits for the files would hold a copy
+                return _of(await _of_bank(await begin()))
         except UNANSWERED:
             raise
         except Exception as error:  # noqa: BLE001 - the command is answered with it; the others are not affected
@@ -290,7 +296,7 @@ class ModelRunner:
     async def _store(self) -> None:
         """Store the state after the commands so far, once they have their answers. A disk error is logged, and it is
         tried again later. Raises Fenced, RedisError."""
-        async with self._state:
+        async with self._state, self._shared.one_copy():
             await self._shared.bank.wait_for_room(self._commands.tenant)
             began, seq, counted = time.monotonic(), self._sent, self._bytes
             try:

@@ -24,11 +24,12 @@ MOST_KEPT = 64
 """Samplers of a model that keep replaced files, the most recently used ones: a loop may make one in each step."""
 
 FULL_KEPT_S, FULL_MOST_KEPT = 600.0, 4
-"""Likewise of models that train all weights: each file is as large as the base."""
+"""Likewise of models that train all weights: each file is as large as the base. The number bounds those of each kind
+too that no client uses."""
 
 
-async def kept_for_clients(records: TinkerStore, model: str, *, most: int | None = None) -> set[str]:
-    """Return the directories of the model's samplers whose clients send heartbeats; `most`: by default MOST_KEPT."""
+async def kept_for_clients(records: TinkerStore, model: str, *, most: int) -> set[str]:
+    """Return the directories of the model's samplers whose clients send heartbeats, the `most` last used ones."""
     kept, left, alive = dict[str, None](), [], dict[str, bool]()
     for sampler in await records.samplers_of(model):
         if sampler.session not in alive:
@@ -38,23 +39,28 @@ async def kept_for_clients(records: TinkerStore, model: str, *, most: int | None
         else:
             left.append(sampler.id)
     await records.forget_use(model, left)
-    return set(list(kept)[: MOST_KEPT if most is None else most])
+    return set(list(kept)[:most])
 
 
-def remove_replaced(root: Path, *, newest: Set[str], kept: Set[str], now: float, kept_s: float = KEPT_S) -> list[str]:
-    """Remove directories in `root` that for `kept_s` were neither among `newest`, by name, nor among `kept`, by path.
-    Returns their names. Raises OSError."""
-    gone = []
-    for path in sorted(root.iterdir()) if root.exists() else []:
+def remove_replaced(
+    root: Path, *, newest: Set[str], kept: Set[str], now: float, kept_s: float, most: int | None = None
+) -> list[str]:
+    """Remove directories in `root` that for `kept_s` were neither among `newest`, by name, nor among `kept`, by path;
+    sooner where more than `most` are neither, the oldest first. Returns their names. Raises OSError."""
+    replaced, gone = [], []
+    for path in root.iterdir() if root.exists() else []:
         if path.name.startswith("."):
             continue
         with suppress(FileNotFoundError):  # the checkpoint was just deleted
             if path.name in newest or str(path) in kept:
                 os.utime(path, (now, now))
-            elif now - path.stat().st_mtime >= kept_s:
-                gone.append(path.name)
-                shutil.rmtree(path, ignore_errors=True)
-    return gone
+            else:
+                replaced.append((path.stat().st_mtime, path))
+    for place, (changed, path) in enumerate(sorted(replaced, reverse=True)):
+        if now - changed >= kept_s or (most is not None and place >= most):
+            gone.append(path.name)
+            shutil.rmtree(path, ignore_errors=True)
+    return sorted(gone)
 
 
 def newest_of(root: Path) -> set[str]:

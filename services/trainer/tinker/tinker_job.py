@@ -133,24 +133,22 @@ class TinkerJob:
 
     async def _tidy(self) -> None:
         """Remove files of samplers that no client uses any longer, and that were replaced or whose model has ended."""
-        records, most, kept_s = self._shared.records, sampler_files.MOST_KEPT, sampler_files.KEPT_S
-        if self._shared.spec.tinker.full_weights:
-            most, kept_s = sampler_files.FULL_MOST_KEPT, sampler_files.FULL_KEPT_S
+        records, is_full = self._shared.records, self._shared.spec.tinker.full_weights
+        most_used = sampler_files.FULL_MOST_KEPT if is_full else sampler_files.MOST_KEPT
+        longest_s = sampler_files.FULL_KEPT_S if is_full else sampler_files.KEPT_S
+        remove = partial(sampler_files.remove_replaced, most=sampler_files.FULL_MOST_KEPT if is_full else None)
         for model in await records.models_of(self.lease.job):
             place, now = self._shared.place(model), time.time()
-            kept = await sampler_files.kept_for_clients(records, model, most=most)
+            kept = await sampler_files.kept_for_clients(records, model, most=most_used)
             ended = await asyncio.to_thread((place / "state" / model_files.ENDED).exists)
             root = place / "samplers"
             newest = set() if ended else await asyncio.to_thread(sampler_files.newest_of, root)
-            await asyncio.to_thread(
-                sampler_files.remove_replaced, root, newest=newest, kept=kept, now=now, kept_s=kept_s
-            )
+            await asyncio.to_thread(remove, root, newest=newest, kept=kept, now=now, kept_s=longest_s)
             found = await records.checkpoints(model)
             for kind, kind_s in sampler_files.KEPT_OF.items():
                 newest = {one.place for one in found if one.kind == kind}
-                await asyncio.to_thread(
-                    sampler_files.remove_replaced, place / kind, newest=newest, kept=kept, now=now, kept_s=kind_s
-                )
+                kept_s = min(kind_s, longest_s)
+                await asyncio.to_thread(remove, place / kind, newest=newest, kept=kept, now=now, kept_s=kept_s)
 
     async def _close(self) -> None:
         """Store what has changed, unless the job is over: then answer what waits. No step prevents the next one."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from opentinker.services.trainer.tinker.model_curves import ModelCurves
 from opentinker.shared.messaging.subjects import ANSWERED
@@ -33,6 +34,10 @@ class TinkerLease:
 
     def place(self, model: str) -> Path:
         return tinker_place(self.ctx.settings.data_dir, model)
+
+    def one_copy(self) -> contextlib.AbstractAsyncContextManager[Any]:
+        """Hold this while holding a copy of a model: of those that train all weights there is memory for one."""
+        return self.bank.copying if self.spec.tinker.full_weights else contextlib.nullcontext()
 
     async def answer(self, request: str, result: Result, tenant: str = "") -> None:
         """Keep the answer unless there is one, count what the request of `tenant` had, and tell who waits for it."""

@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator
+import weakref
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from opentinker.services.trainer.bank.adapter_bank import AdapterBank
 from opentinker.services.trainer.bank.base_model import BaseModel
-from opentinker.services.trainer.tinker import model_runner, sampler_files
+from opentinker.services.trainer.tinker import model_files, model_runner, sampler_files
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.state.store import Store
-from opentinker.shared.types.tinker import Failed, Load, LoraShape, Save, TinkerSession, tinker_place
+from opentinker.shared.types.tinker import Failed, Load, Loaded, LoraShape, Save, Saved, TinkerSession, tinker_place
 from tests.conftest import until
 from tests.integration.trainer.tinker.conftest import (
     STEP,
@@ -134,6 +137,77 @@ async def test_few_weights_of_samplers_are_kept_for_each_is_as_large_as_the_base
     await server.job._tidy()
     last = [f"s:sampler:{number}@{number + 1}" for number in range(3, count)]
     assert sorted(path.name for path in root.iterdir()) == last
+
+
+async def test_replaced_weights_are_bounded_in_number_whatever_their_age(server: Server) -> None:
+    client, most = Client(server, MODELS[0]), sampler_files.FULL_MOST_KEPT
+    await client.create(FULL)
+    for number in range(most + 3):
+        await client.call(Save(kind="sampler_weights", sampler=f"s:sampler:{number}"))
+        for kind in ("weights", "sampler_weights", "external_weights"):
+            assert isinstance(await client.call(Save(kind=kind, name="a", overwrite=True)), Saved)
+    await server.records.finish("s", "{}")
+    place = tinker_place(server.data_dir, MODELS[0])
+    roots = [place / name for name in ("samplers", "weights", "sampler_weights", "external_weights")]
+    numbers = [sorted(int(path.name.rpartition("@")[2]) for path in root.iterdir()) for root in roots]
+    await server.job._tidy()
+    left = [sorted(int(path.name.rpartition("@")[2]) for path in root.iterdir()) for root in roots]
+    assert left == [found[-1 - most :] for found in numbers], "the newest, and the last that it replaced"
+    for root in roots:
+        for path in root.iterdir():
+            os.utime(path, (time.time() - sampler_files.FULL_KEPT_S - 1,) * 2)
+    await server.job._tidy()
+    assert [len(list(root.iterdir())) for root in roots] == [1] * 4
+
+
+async def test_one_copy_of_a_model_is_held_at_a_time(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all models: by saves, stored states, what is restored after a kill, and what is loaded."""
+    held, most, reads = set[object](), [0], []
+
+    def counted(found: Any) -> None:
+        held.add(mark := object())
+        most.append(len(held))
+        weakref.finalize(found, held.discard, mark)
+
+    def watch(owner: object, name: str, copy_in: Callable[[Any], Any]) -> None:
+        function = getattr(owner, name)
+
+        def wrapper(*args: Any, **options: Any) -> Any:
+            found = function(*args, **options)
+            reads.append(name)
+            if (copy := copy_in(found)) is not None:
+                counted(copy)
+            time.sleep(0.02)
+            return found
+
+        monkeypatch.setattr(owner, name, wrapper)
+
+    watch(AdapterBank, "read", lambda found: found)
+    watch(model_files, "read_state", lambda found: found[0] if isinstance(found, tuple) else None)
+    watch(model_files, "read_vectors", lambda found: found[0]["weights"])
+    watch(model_files, "write_checkpoint", lambda _: None)
+    clients = [Client(server, f"s:train:{number}") for number in range(3)]
+    for client in clients:
+        await client.create(FULL)
+    assert reads.count("read") == len(clients), "one each, for the stored state"
+    monkeypatch.setattr(model_runner, "STORE_S", 0.0)
+    requests = [
+        await client.send(body)
+        for number in range(3)
+        for client in clients
+        for body in (forward_backward(number), STEP, Save(kind="weights", name=f"w{number}"))
+    ]
+    assert not [one for one in [await clients[0].result(name) for name in requests] if isinstance(one, Failed)]
+    monkeypatch.setattr(model_runner, "STORE_S", 30.0)
+    await until(lambda: asyncio.sleep(0.0, not any(one._storing for one, _ in server.job._models.values())))
+    await server.kill()
+    await server.start()
+    places = [tinker_place(server.data_dir, client.model) / "weights" / "w0@3" for client in clients]
+    loads = [
+        await client.send(Load(path="p", directory=str(place))) for client, place in zip(clients, places, strict=True)
+    ]
+    assert [await clients[0].result(name) for name in loads] == [Loaded(path="p")] * len(clients)
+    assert reads.count("read_vectors") == len(clients) and max(most) == 1
 
 
 async def test_an_adapter_is_refused_here_and_all_weights_elsewhere(

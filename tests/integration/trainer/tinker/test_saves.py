@@ -164,9 +164,8 @@ async def test_sampler_weights_of_a_used_name_leave_those_of_earlier_samplers(se
 
 
 async def test_the_most_recently_used_samplers_of_a_model_keep_their_files(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+    server: Server,
 ) -> None:
-    monkeypatch.setattr(sampler_files, "MOST_KEPT", 2)
     await server.records.open_session(TinkerSession(id="s", tenant="acme", created=1.0))
     client = Client(server, "s:train:0")
     await client.create()
@@ -174,4 +173,7 @@ async def test_the_most_recently_used_samplers_of_a_model_keep_their_files(
         await client.call(Save(kind="sampler_weights", sampler=f"s:sampler:{number}"))
     first, _, third = [await server.records.sampler("acme", f"s:sampler:{number}") for number in range(3)]
     await server.records.used_sampler(first, first)
-    assert await sampler_files.kept_for_clients(server.records, client.model) == {first.directory, third.directory}
+    assert await sampler_files.kept_for_clients(server.records, client.model, most=2) == {
+        first.directory,
+        third.directory,
+    }

@@ -179,7 +179,11 @@ def test_it_is_refused_beside_adapters_and_where_it_does_not_fit(
         shared.create("m", None, 0)
     module = "opentinker.services.trainer.bank.adapter_bank.device_memory"
     monkeypatch.setattr(module, lambda _: bank.residency.host_bytes + 2**26)
+    with pytest.raises(Refused, match="name"):
+        bank.create("not/a/name", None, 0)
+    assert not bank.trains_full, "it has had none"
     bank.create("fits", None, 0)
+    assert bank.trains_full
     monkeypatch.setattr(module, lambda _: bank.residency.host_bytes + 1000)
     with pytest.raises(Refused, match=r"takes 0\.0 GiB, and the device has 0\.0 for it"):
         bank.create("m", None, 0)
@@ -187,6 +191,21 @@ def test_it_is_refused_beside_adapters_and_where_it_does_not_fit(
     bank.create("lora", LoraSpec(rank=2), 0)  # its layers are adapted from now on
     with pytest.raises(Refused, match="not of the model"):
         bank.add(AdapterBank.read(_made(tmp_path, str(whole.name)), "m"))
+
+
+def test_beside_a_gpu_host_memory_must_hold_the_copy_and_its_file(
+    bank: AdapterBank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = "opentinker.services.trainer.bank.adapter_bank"
+    monkeypatch.setattr(f"{module}.device_memory", lambda _: 2**40)
+    needed = 8 * bank.base.full_weights("x").weights.nbytes
+    for spare, device in ((needed - 1, "cpu"), (needed, "cuda")):
+        monkeypatch.setattr(f"{module}.memory_bytes", lambda spare=spare: bank.residency.host_bytes + spare)
+        monkeypatch.setattr(bank.base, "device", device)
+        bank._require_alone()
+    monkeypatch.setattr(f"{module}.memory_bytes", lambda: bank.residency.host_bytes + needed - 1)
+    with pytest.raises(Refused, match="of host memory"):
+        bank.create("m", None, 0)
 
 
 def _made(place: Path, base: str) -> AdapterBank:
