@@ -164,11 +164,6 @@ async def test_one_copy_of_a_model_is_held_at_a_time(server: Server, monkeypatch
     """Of all models: by saves, stored states, what is restored after a kill, and what is loaded."""
     held, most, reads = set[object](), [0], []
 
-    def counted(found: Any) -> None:
-        held.add(mark := object())
-        most.append(len(held))
-        weakref.finalize(found, held.discard, mark)
-
     def watch(owner: object, name: str, copy_in: Callable[[Any], Any]) -> None:
         function = getattr(owner, name)
 
@@ -176,8 +171,12 @@ async def test_one_copy_of_a_model_is_held_at_a_time(server: Server, monkeypatch
             found = function(*args, **options)
             reads.append(name)
             if (copy := copy_in(found)) is not None:
-                counted(copy)
-            time.sleep(0.02)
+                held.add(mark := object())
+                weakref.finalize(copy, held.discard, mark)
+            end = time.monotonic() + 1.0  # the thread that had the copy before may be about to drop it
+            while len(held) > 1 and time.monotonic() < end:
+                time.sleep(0.001)
+            most.append(len(held))
             return found
 
         monkeypatch.setattr(owner, name, wrapper)
