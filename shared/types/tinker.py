@@ -1,6 +1,6 @@
 """Messages of the Tinker API: commands of clients to their models, requests for samples, and the answers to both.
 
-gateway --COMMAND--> trainer, gateway --SAMPLE--> rollout worker; both keep the answer in Redis (`state/tinker.py`) and
+gateway --COMMAND--> trainer, gateway --SAMPLE--> rollout worker; both keep the answer in Redis (`state/tinker`) and
 send ANSWERED, for which gateways wait.
 
 A *model* is an adapter of the base of a job of kind `tinker`, or all weights of it. The client numbers its commands

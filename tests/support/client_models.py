@@ -7,7 +7,7 @@ from typing import Any
 
 from opentinker.shared.spec import parse_spec
 from opentinker.shared.state.store import Store
-from opentinker.shared.state.tinker import TinkerStore
+from opentinker.shared.state.tinker.store import TinkerStore
 from opentinker.shared.types.tinker import LoraShape, TinkerCheckpoint, TinkerModel, TinkerSession
 
 JOB = "j-tinker0000"

@@ -36,9 +36,9 @@ from opentinker.shared.runtime.service import first_failure
 from opentinker.shared.runtime.telemetry import Meters, Reporter
 from opentinker.shared.runtime.timeline import Lanes
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.state.tinker import TinkerStore
-from opentinker.shared.state.tinker_requests import Losses
-from opentinker.shared.state.tinker_spent import TinkerSpent
+from opentinker.shared.state.tinker.billing import TinkerSpent
+from opentinker.shared.state.tinker.requests import Losses
+from opentinker.shared.state.tinker.store import TinkerStore
 from opentinker.shared.types.core import Lease
 from opentinker.shared.types.tinker import Answer, Answered, Failed, Sampled, SampleRequest
 

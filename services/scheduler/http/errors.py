@@ -33,7 +33,7 @@ from opentinker.shared.messaging.bus import NoReply, StreamFull
 from opentinker.shared.openai.fields import InvalidField
 from opentinker.shared.runtime.telemetry import REGISTRY
 from opentinker.shared.security.redact import without_keys
-from opentinker.shared.state.tinker_sessions import TooManyRecords
+from opentinker.shared.state.tinker.sessions import TooManyRecords
 from opentinker.shared.types.errors import Conflict, NotFound, OpenTinkerError, SpecError
 from opentinker.shared.types.mistakes import mistakes_of
 

@@ -16,7 +16,7 @@ from opentinker.services.scheduler.http.route_decorator import Parameter, Route
 from opentinker.services.scheduler.tinker.access import Access, shown_base
 from opentinker.services.scheduler.tinker.sessions_api import when
 from opentinker.shared.security.authorization import Action
-from opentinker.shared.state.tinker_spent import HOUR_S, Spent, TinkerSpent
+from opentinker.shared.state.tinker.billing import HOUR_S, Spent, TinkerSpent
 from opentinker.shared.types.errors import NotFound, SpecError
 
 MAX_HOURS = 14 * 24

@@ -16,7 +16,7 @@ from aiohttp import web
 from opentinker.services.scheduler.tinker.access import Access, too_many
 from opentinker.services.scheduler.tinker.training_data import tokens_in
 from opentinker.shared.messaging.subjects import COMMAND
-from opentinker.shared.state.tinker_sessions import TooManyRecords
+from opentinker.shared.state.tinker.sessions import TooManyRecords
 from opentinker.shared.types import codec
 from opentinker.shared.types.core import JobRecord
 from opentinker.shared.types.errors import Conflict, NotFound, SpecError

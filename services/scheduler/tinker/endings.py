@@ -22,7 +22,7 @@ from redis.exceptions import RedisError
 from opentinker.services.scheduler.tinker.access import Access
 from opentinker.services.scheduler.tinker.commands import Commands
 from opentinker.shared.asyncio_tools import sleep
-from opentinker.shared.state.tinker_sessions import SESSION_KEPT_S, TooManyRecords
+from opentinker.shared.state.tinker.sessions import SESSION_KEPT_S, TooManyRecords
 from opentinker.shared.types.errors import NotFound, OpenTinkerError
 from opentinker.shared.types.tinker import TinkerModel, TinkerSession
 

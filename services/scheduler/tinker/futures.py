@@ -15,7 +15,7 @@ from redis.exceptions import RedisError
 from opentinker.shared.asyncio_tools import sleep, wait_event
 from opentinker.shared.messaging.subjects import ANSWERED
 from opentinker.shared.runtime.service import Context
-from opentinker.shared.state.tinker import TinkerStore
+from opentinker.shared.state.tinker.store import TinkerStore
 from opentinker.shared.types.tinker import Answer, Answered
 
 log = structlog.get_logger()

@@ -12,7 +12,7 @@ from opentinker.services.scheduler.tinker.bodies import FutureBody, read_body
 from opentinker.services.scheduler.tinker.futures import Futures
 from opentinker.services.scheduler.tinker.models_api import queue_of
 from opentinker.shared.security.authorization import Action
-from opentinker.shared.state.tinker_requests import TRAINED
+from opentinker.shared.state.tinker.requests import TRAINED
 from opentinker.shared.types.core import JobRecord, JobState
 from opentinker.shared.types.errors import NotFound
 from opentinker.shared.types.tinker import Sampler, TinkerModel

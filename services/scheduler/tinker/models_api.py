@@ -17,8 +17,8 @@ from opentinker.services.scheduler.http.route_decorator import Integer, Route
 from opentinker.shared import api_types
 from opentinker.shared.security.authorization import Action
 from opentinker.shared.spec.tinker import KIND, TinkerSpec
-from opentinker.shared.state.model_catalog import ListedModel, ModelCatalog, ModelDetails
 from opentinker.shared.state.store import Store
+from opentinker.shared.state.tinker.model_catalog import ListedModel, ModelCatalog, ModelDetails
 from opentinker.shared.types.core import JobRecord, JobState, Pool
 from opentinker.shared.types.errors import Conflict, NotFound
 from opentinker.shared.types.tinker import TinkerCheckpoint

@@ -48,8 +48,8 @@ from opentinker.services.scheduler.tinker.bodies import (
 from opentinker.services.scheduler.tinker.commands import Body, Commands, or_skip
 from opentinker.services.scheduler.tinker.endings import Endings
 from opentinker.shared.security.authorization import Action
-from opentinker.shared.state.tinker import MAX_CHECKPOINT_BYTES
-from opentinker.shared.state.tinker_sessions import TooManyRecords
+from opentinker.shared.state.tinker.sessions import TooManyRecords
+from opentinker.shared.state.tinker.store import MAX_CHECKPOINT_BYTES
 from opentinker.shared.types.core import JobRecord
 from opentinker.shared.types.errors import NotFound, SpecError
 from opentinker.shared.types.tinker import (

@@ -18,7 +18,7 @@ from opentinker.services.trainer.progress_curve import ProgressCurve
 from opentinker.shared.data.step_log import TRAINER_SOURCE
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.runtime.telemetry import MetricSource
-from opentinker.shared.state.tinker import TinkerStore
+from opentinker.shared.state.tinker.store import TinkerStore
 from opentinker.shared.types.tinker import ModelProgress
 
 REPORT_S = 1.0

@@ -13,7 +13,7 @@ from collections.abc import Set
 from contextlib import suppress
 from pathlib import Path
 
-from opentinker.shared.state.tinker import TinkerStore
+from opentinker.shared.state.tinker.store import TinkerStore
 
 KEPT_S = 3600.0
 """Files stay for this time after they were last the newest, or last belonged to a client that sends heartbeats."""

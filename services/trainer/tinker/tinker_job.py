@@ -37,7 +37,7 @@ from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.runtime.service import first_failure
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.engines import bank_of
-from opentinker.shared.state.tinker import TinkerStore
+from opentinker.shared.state.tinker.store import TinkerStore
 from opentinker.shared.types.core import JobState, Lease
 from opentinker.shared.types.errors import Conflict, Fenced, NotFound
 from opentinker.shared.types.tinker import Failed

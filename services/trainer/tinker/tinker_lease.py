@@ -12,8 +12,8 @@ from opentinker.services.trainer.tinker.model_curves import ModelCurves
 from opentinker.shared.messaging.subjects import ANSWERED
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.state.tinker import TinkerStore
-from opentinker.shared.state.tinker_spent import TinkerSpent
+from opentinker.shared.state.tinker.billing import TinkerSpent
+from opentinker.shared.state.tinker.store import TinkerStore
 from opentinker.shared.types.core import Lease
 from opentinker.shared.types.tinker import Answer, Answered, Forwarded, Result, Saved, tinker_place
 

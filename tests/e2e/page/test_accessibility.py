@@ -9,7 +9,7 @@ from playwright.async_api import ViewportSize, expect
 
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.runtime.service import Context
-from opentinker.shared.state.tinker import TinkerStore
+from opentinker.shared.state.tinker.store import TinkerStore
 from tests.e2e.page.conftest import IN_BROWSER, REQUIRED, Open, Tab
 from tests.e2e.page.running_jobs import PARTS, Trainer, reward
 from tests.support.api import SPEC, Http, write_checkpoint

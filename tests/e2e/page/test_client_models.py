@@ -7,7 +7,7 @@ from playwright.async_api import expect
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.runtime.telemetry import MetricSource
 from opentinker.shared.state.store import Store
-from opentinker.shared.state.tinker import TinkerStore
+from opentinker.shared.state.tinker.store import TinkerStore
 from opentinker.shared.types.tinker import ModelProgress
 from tests.e2e.page.conftest import IN_BROWSER, Open
 from tests.support.api import Http

@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from opentinker.shared.spec import parse_spec
-from opentinker.shared.state.tinker import TinkerStore
+from opentinker.shared.state.tinker.store import TinkerStore
 from tests.conftest import until
 from tests.e2e.tinker.test_sdk_on_a_cluster import called, run
 from tests.support.cluster import Cluster, shared_fixture

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from opentinker.shared.spec import parse_spec
-from opentinker.shared.state.tinker import TinkerStore
+from opentinker.shared.state.tinker.store import TinkerStore
 from tests.conftest import until
 from tests.support.api import OPERATOR
 from tests.support.cluster import Cluster, shared_fixture

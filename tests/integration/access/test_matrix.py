@@ -44,7 +44,7 @@ from opentinker.shared.spec.sweeps.children import SubmittedSpec, SweepSpec
 from opentinker.shared.state.plays import Play, Plays
 from opentinker.shared.state.sessions import session_id
 from opentinker.shared.state.store import Store
-from opentinker.shared.state.tinker import TinkerStore
+from opentinker.shared.state.tinker.store import TinkerStore
 from opentinker.shared.types.tinker import LoraShape, Sampler, TinkerModel, TinkerSession
 from tests.conftest import Figure
 from tests.integration.access.askers import COLUMNS, MAY, PROVIDER, Who, session_of

@@ -37,8 +37,8 @@ from opentinker.shared.messaging.subjects import (
     Call,
 )
 from opentinker.shared.state.store import Store
-from opentinker.shared.state.tinker import TinkerStore
-from opentinker.shared.state.tinker_requests import Quota
+from opentinker.shared.state.tinker.requests import Quota
+from opentinker.shared.state.tinker.store import TinkerStore
 from opentinker.shared.types.env_protocol import EnvCheck, EnvCheckReply
 from opentinker.shared.types.tinker import (
     Answer,

@@ -21,8 +21,8 @@ from opentinker.shared.asyncio_tools import cancel_and_wait
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.subjects import METRIC, SAMPLE, Subject
 from opentinker.shared.state.store import Store
-from opentinker.shared.state.tinker import TinkerStore
-from opentinker.shared.state.tinker_spent import HOUR_S, TinkerSpent
+from opentinker.shared.state.tinker.billing import HOUR_S, TinkerSpent
+from opentinker.shared.state.tinker.store import TinkerStore
 from opentinker.shared.types.telemetry import MetricPoint
 from opentinker.shared.types.tinker import Answer, Sampled, SampleParams, SampleRequest
 from tests.conftest import soon, until

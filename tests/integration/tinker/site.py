@@ -17,7 +17,7 @@ from opentinker.services.scheduler.tinker.schema import ForwardBackwardRequest
 from opentinker.shared.messaging.subjects import ANSWERED, COMMAND, SAMPLE
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import parse_spec
-from opentinker.shared.state.tinker import TinkerStore
+from opentinker.shared.state.tinker.store import TinkerStore
 from opentinker.shared.types.tinker import (
     Answer,
     Answered,

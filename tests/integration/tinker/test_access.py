@@ -180,7 +180,7 @@ async def test_a_checkpoint_whose_time_is_over_is_gone_with_its_files(
 async def test_too_many_commands_that_wait_are_refused(
     user: Client, workers: FakeWorkers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("opentinker.shared.state.tinker_requests.MAX_WAITING", 3)
+    monkeypatch.setattr("opentinker.shared.state.tinker.requests.MAX_WAITING", 3)
     model = await user.model()
     workers.answers = False
     statuses = [(await user.post("optim_step", model_id=model, seq_id=seq))[0] for seq in range(1, 5)]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from opentinker.shared.runtime.service import Context
-from opentinker.shared.state.tinker_spent import HOUR_S, TinkerSpent
+from opentinker.shared.state.tinker.billing import HOUR_S, TinkerSpent
 from tests.integration.tinker.site import BASE, Client, FakeWorkers, checkpoint_of
 
 HOUR = "2026-11-29T09:00:00Z"
@@ -34,7 +34,7 @@ async def test_usage_is_listed_by_hour_session_and_base_and_is_of_the_tenant(
         await spent.add("default", session, BASE, {"training": 100, "checkpoint": 1})
     await spent.add("default", "s-gone", BASE, {"sampling_prefill": 7, "sampling_sample": 30})
     await spent.add("other", "s-theirs", BASE, {"training": 5})
-    monkeypatch.setattr("opentinker.shared.state.tinker_spent.time.time", lambda: (now - 1) * HOUR_S)
+    monkeypatch.setattr("opentinker.shared.state.tinker.billing.time.time", lambda: (now - 1) * HOUR_S)
     await spent.add("default", session, BASE, {"training": 3})
     monkeypatch.undo()
     found = await usage(user, now - 1, now + 1)

@@ -187,7 +187,7 @@ async def test_a_session_that_is_closing_takes_nothing_more(user: Client, worker
 async def test_a_session_is_closed_though_a_command_was_never_sent(
     user: Client, workers: FakeWorkers, ctx: Context, closing: Access, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("opentinker.shared.state.tinker_requests.MAX_WAITING", 3)
+    monkeypatch.setattr("opentinker.shared.state.tinker.requests.MAX_WAITING", 3)
     model = await user.model()
     for seq in (1, 2, 3):
         await workers.store.ask(model, seq, "digest")
@@ -200,8 +200,8 @@ async def test_a_session_is_closed_though_a_command_was_never_sent(
 async def test_sessions_that_were_left_make_room_for_new_ones(
     user: Client, workers: FakeWorkers, ctx: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("opentinker.shared.state.tinker.MAX_MODELS", 2)
-    monkeypatch.setattr("opentinker.shared.state.tinker_sessions.MAX_SESSIONS", 3)
+    monkeypatch.setattr("opentinker.shared.state.tinker.store.MAX_MODELS", 2)
+    monkeypatch.setattr("opentinker.shared.state.tinker.sessions.MAX_SESSIONS", 3)
     first, second = await user.model(), await user.model()
     session = await user.session()
     body: dict[str, Any] = {"session_id": session, "base_model": BASE, "lora_config": {"rank": 8}}
@@ -246,7 +246,7 @@ async def test_records_of_earlier_versions_are_entered_once(user: Client, worker
 async def test_a_sampler_whose_weights_another_one_follows_is_in_use(
     user: Client, workers: FakeWorkers, ctx: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("opentinker.shared.state.tinker_sessions.MAX_SAMPLERS", 3)
+    monkeypatch.setattr("opentinker.shared.state.tinker.sessions.MAX_SAMPLERS", 3)
     model = await user.model()
     session = model.partition(":")[0]
     made: dict[str, Any] = {"tenant": "default", "session": session, "job": workers.job, "base": BASE, "model": model}
@@ -303,9 +303,9 @@ async def test_models_sessions_samplers_and_bytes_of_a_tenant_are_bounded(
     user: Client, workers: FakeWorkers, ctx: Context, api: Http, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = "opentinker.shared.state"
-    monkeypatch.setattr(f"{state}.tinker.MAX_MODELS", 2)
-    monkeypatch.setattr(f"{state}.tinker_sessions.MAX_SESSIONS", 3)
-    monkeypatch.setattr(f"{state}.tinker_sessions.MAX_SAMPLERS", 2)
+    monkeypatch.setattr(f"{state}.tinker.store.MAX_MODELS", 2)
+    monkeypatch.setattr(f"{state}.tinker.sessions.MAX_SESSIONS", 3)
+    monkeypatch.setattr(f"{state}.tinker.sessions.MAX_SAMPLERS", 2)
     monkeypatch.setattr("opentinker.services.scheduler.tinker.training_api.MAX_CHECKPOINT_BYTES", 10)
     session = await user.session()
     first, _ = await user.model(session, 0), await user.model(session, 1)
@@ -348,7 +348,7 @@ async def test_models_sessions_samplers_and_bytes_of_a_tenant_are_bounded(
 async def test_parallel_clients_do_not_exceed_the_bound(
     user: Client, workers: FakeWorkers, ctx: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("opentinker.shared.state.tinker.MAX_MODELS", 3)
+    monkeypatch.setattr("opentinker.shared.state.tinker.store.MAX_MODELS", 3)
     session = await user.session()
     body: dict[str, Any] = {"session_id": session, "base_model": BASE, "lora_config": {"rank": 8}}
     calls = [user.post("create_model", **body, model_seq_id=number) for number in range(9)]

@@ -8,7 +8,7 @@ from opentinker.services.trainer.tinker.model_curves import ModelCurves
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.subjects import METRIC
 from opentinker.shared.state.store import Store
-from opentinker.shared.state.tinker import TinkerStore
+from opentinker.shared.state.tinker.store import TinkerStore
 from opentinker.shared.types.telemetry import MetricPoint
 from opentinker.shared.types.tinker import ModelProgress
 from tests.conftest import until

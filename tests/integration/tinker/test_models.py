@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from opentinker.cli import app
 from opentinker.client import ApiConflict, ApiError, ApiNotFound, AsyncClient, answers
 from opentinker.shared.state.store import Store
-from opentinker.shared.state.tinker import TinkerStore
+from opentinker.shared.state.tinker.store import TinkerStore
 from opentinker.shared.types.core import JobState
 from opentinker.shared.types.tinker import ModelProgress
 from tests.conftest import until

@@ -31,7 +31,7 @@ async def test_an_answer_before_that_of_an_earlier_command_leaves_the_earlier_on
 async def test_the_number_that_all_others_wait_for_is_admitted(
     user: Client, workers: FakeWorkers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("opentinker.shared.state.tinker_requests.MAX_WAITING", 3)
+    monkeypatch.setattr("opentinker.shared.state.tinker.requests.MAX_WAITING", 3)
     model = await user.model()
     workers.answers = False
     statuses = {seq: (await user.post("optim_step", model_id=model, seq_id=seq))[0] for seq in (3, 4, 5, 6, 2, 1, 2)}

@@ -13,7 +13,7 @@ from opentinker.services.scheduler.tinker.sampling_api import ASSUMED_TOKENS
 from opentinker.shared.messaging.bus import Bus, StreamFull
 from opentinker.shared.messaging.subjects import SAMPLE
 from opentinker.shared.runtime.service import Context
-from opentinker.shared.state.tinker_requests import UNSENT_S
+from opentinker.shared.state.tinker.requests import UNSENT_S
 from opentinker.shared.types.tinker import Answer, Failed
 from tests.integration.tinker.site import Client, FakeWorkers, passes, sampled, start_server
 from tests.integration.tinker.test_sampling import asked, sampler_of
@@ -43,7 +43,7 @@ class Site:
 @pytest.fixture
 async def site(user: Client, ctx: Context, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Site]:
     clock = SimpleNamespace(time=lambda: NOW)
-    for module in ("services.scheduler.tinker.access", "shared.state.tinker_requests"):
+    for module in ("services.scheduler.tinker.access", "shared.state.tinker.requests"):
         monkeypatch.setattr(f"opentinker.{module}.time", clock)
     async with FakeWorkers(ctx, await start_server(ctx, tokens_per_minute=1000)).work() as workers:
         yield Site(user, workers)
@@ -175,7 +175,7 @@ async def test_a_lost_sample_is_sent_again_though_a_first_try_fails(
 
 
 async def test_what_could_not_be_sent_does_not_wait_for_long(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("opentinker.shared.state.tinker_requests.MAX_WAITING_SAMPLES", 2)
+    monkeypatch.setattr("opentinker.shared.state.tinker.requests.MAX_WAITING_SAMPLES", 2)
     publishing = Publishing(Bus, monkeypatch)
     site.workers.answers = False
     sampler = await sampler_of(site.user, base_model=site.job)
@@ -185,7 +185,7 @@ async def test_what_could_not_be_sent_does_not_wait_for_long(site: Site, monkeyp
     statuses = [(await site.user.post("asample", **asked(sampler, seq, **body)))[0] for seq in (1, 2)]
     assert statuses == [503, 429]
     later = SimpleNamespace(time=lambda: NOW + UNSENT_S + 1)
-    monkeypatch.setattr("opentinker.shared.state.tinker_requests.time", later)
+    monkeypatch.setattr("opentinker.shared.state.tinker.requests.time", later)
     statuses = [(await site.user.post("asample", **asked(sampler, seq, **body)))[0] for seq in (2, 3, 1)]
     assert statuses == [200, 429, 429], "one that was sent still waits, and so does a second one"
 
@@ -193,7 +193,7 @@ async def test_what_could_not_be_sent_does_not_wait_for_long(site: Site, monkeyp
 async def test_a_tenant_has_a_bound_of_samples_that_wait(
     user: Client, api: Http, ctx: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("opentinker.shared.state.tinker_requests.MAX_WAITING_SAMPLES", 3)
+    monkeypatch.setattr("opentinker.shared.state.tinker.requests.MAX_WAITING_SAMPLES", 3)
     blue = Client(api, await new_key_of(ctx.store, "blue"))
     async with FakeWorkers(ctx, await start_server(ctx, open_to=["blue"])).work() as workers:
         workers.answers, store = False, workers.store

@@ -225,7 +225,7 @@ async def test_a_large_answer_is_encoded_while_others_are_answered(
 
     monkeypatch.setattr(answers, "_encoded", noted("answers", answers._encoded))
     noting = SimpleNamespace(to_json=noted("store", codec.to_json), from_json=codec.from_json)
-    monkeypatch.setattr("opentinker.shared.state.tinker_requests.codec", noting)
+    monkeypatch.setattr("opentinker.shared.state.tinker.requests.codec", noting)
     workers.answers = False
     sampler = await sampler_of(user)
     for seq, (length, in_loop) in enumerate([(3, True), (100_000, False)]):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from opentinker.shared.runtime.service import Context
-from opentinker.shared.state.tinker_spent import HOUR_S, TinkerSpent
+from opentinker.shared.state.tinker.billing import HOUR_S, TinkerSpent
 from opentinker.shared.types.tinker import Command, Sampler, Save, tinker_place
 from tests.integration.tinker.site import BASE, FakeWorkers, checkpoint_of, start_server
 from tests.support.api import OPERATOR

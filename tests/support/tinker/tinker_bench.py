@@ -22,8 +22,8 @@ from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import ToySpec, parse_spec
 from opentinker.shared.state.store import Store
-from opentinker.shared.state.tinker import TinkerStore
-from opentinker.shared.state.tinker_requests import Quota
+from opentinker.shared.state.tinker.requests import Quota
+from opentinker.shared.state.tinker.store import TinkerStore
 from opentinker.shared.types.core import Lease, Pool, WeightVersion
 from opentinker.shared.types.tinker import Answered, Failed, Sampled, SampleParams, SampleRequest
 from tests.conftest import until

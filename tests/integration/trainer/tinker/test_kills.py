@@ -18,7 +18,7 @@ from opentinker.services.trainer.tinker import model_files, model_runner
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.subjects import COMMAND
 from opentinker.shared.state.store import Store
-from opentinker.shared.state.tinker_spent import HOUR_S, TinkerSpent
+from opentinker.shared.state.tinker.billing import HOUR_S, TinkerSpent
 from opentinker.shared.types.tinker import Forwarded, Load, Save, Unload, tinker_place
 from tests.conftest import until
 from tests.integration.trainer.tinker.conftest import JOB, STEP, Client, Server, forward_backward, fresh_server

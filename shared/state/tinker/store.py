@@ -1,5 +1,5 @@
-"""Records of the Tinker API in Redis: models and checkpoints here, sessions and samplers in `tinker_sessions.py`,
-requests, answers and quotas in `tinker_requests.py`.
+"""Records of the Tinker API in Redis: models and checkpoints here, sessions and samplers in `sessions.py`, requests,
+answers and quotas in `requests.py`.
 
 Redis keys:
     tinker:model:{id}           hash: record (the TinkerModel as JSON), used (Unix seconds of its last command),
@@ -28,7 +28,7 @@ from typing import Any
 import msgspec
 
 from opentinker.shared.state.redis_script import Script
-from opentinker.shared.state.tinker_sessions import LEFT_S, TinkerSessions, TooManyRecords
+from opentinker.shared.state.tinker.sessions import LEFT_S, TinkerSessions, TooManyRecords
 from opentinker.shared.types import codec
 from opentinker.shared.types.errors import Conflict, NotFound
 from opentinker.shared.types.tinker import (

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from opentinker.shared.state.redis_script import Script
-from opentinker.shared.state.tinker_requests import T, TinkerRequests
+from opentinker.shared.state.tinker.requests import T, TinkerRequests
 from opentinker.shared.types import codec
 from opentinker.shared.types.errors import NotFound, OpenTinkerError
 from opentinker.shared.types.tinker import Sampler, TinkerCheckpoint, TinkerModel, TinkerSession

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from opentinker.shared.state.tinker import TinkerStore
+from opentinker.shared.state.tinker.store import TinkerStore
 from opentinker.shared.types import codec
 from opentinker.shared.types.tinker import ModelProgress, TinkerCheckpoint, TinkerModel
 
