@@ -112,7 +112,7 @@ def test_services_see_the_data_that_they_need_and_write_what_they_must(name: str
     }
     service = name.removesuffix("-gpu")
     own = {"/run/opentinker": f"given-{service} ro", "/tmp": "-"}
-    shared = {"/dev/shm": "gpu-shm"} if name.endswith("-gpu") else {}
+    shared = {"/dev/shm": "gpu-shm"} if name in ("trainer-gpu", "rollout-worker-gpu") else {}
     assert mounted(BUILT[name]) == wanted[service] | own | shared
     image = (ROOT / "deploy" / "images" / "Dockerfile").read_text()
     for place in wanted[service]:  # a new volume gets its owner from the image
