@@ -162,6 +162,7 @@ def test_policies_are_planned_with_their_own_models_and_batches(small: Path) -> 
     tokens = 2 * 4 * 2 * 10 * 2  # each trains on half of them: one all weights, one an adapter
     assert work.train_s == pytest.approx((6 * 1e9 + 4 * 3e9) / 2 * tokens / 1e11)
     assert "1e+03 M parameters (its name) and 3e+03 M parameters (its name)" in " ".join(reasons)
+    assert "160 tokens of 1e+03 M parameters and 160 tokens of 3e+03 M parameters" in " ".join(reasons)
     work, reasons, _ = work_of(
         parse_spec({**spec, "resources": {"rollout_gpus": 4}}), {"env_s": 0.0, "turns": 2.0, "tokens": 10.0}, 0.5
     )
@@ -171,6 +172,44 @@ def test_policies_are_planned_with_their_own_models_and_batches(small: Path) -> 
         **{"algorithm": {"groups_per_batch": 2, "max_staleness": 1}, "train": {"steps": 48}},
     }
     assert joint_batch(parse_spec(spec)) == (2, 4, 0), "the smaller batch lets 4 groups begin, not 8"
+
+
+@pytest.mark.parametrize(
+    ("match", "algorithm", "steps", "large", "small"),
+    [
+        ({}, {}, 24, 10.0, 8.0),
+        ({}, {"groups_per_batch": 5}, 48, 10.0, 4.0),
+        ({"schedule": "drop"}, {"groups_per_batch": 5}, 24, 12.0, 4.0),
+        ({"schedule": "alternate", "alternate_steps": 3}, {"groups_per_batch": 5}, 24, 6.0, 2.0),
+    ],
+)
+def test_training_is_divided_by_what_each_policy_trains(
+    match: dict[str, Any], algorithm: dict[str, Any], steps: int, large: float, small: float
+) -> None:
+    """All weights take 6 operations per parameter and token, an adapter 4: a step of 10 groups takes 6 units of time
+    and one of 5 groups 2, for a policy that has the trainer to itself."""
+    own = {"model": {"lora": {"rank": 8}}, "algorithm": algorithm, "train": {"steps": steps}}
+    spec = parse_spec(
+        {
+            "name": "game",
+            "model": {"base": "a/b-1B"},
+            "environment": {"name": "signalling"},
+            "algorithm": {"group_size": 2, "groups_per_batch": 10, "max_staleness": 1},
+            "train": {"steps": 24},
+            "match": match,
+            "policies": {"large": {}, "small": own},
+            "seats": {"speaker": "large", "listener": "small"},
+        }
+    )
+    known = {"env_s": 0.0, "turns": 2.0, "tokens": 10.0, "token_s": 0.01}
+    unit = 1e9 * (2 * 10 * 2 * 10 * 2 / 2) / 1e11
+    _, reasons, paces = work_of(spec, known, 0.0)
+    assert [pace.train_s / unit for pace in paces.values()] == pytest.approx([large, small])
+    assert f"large {large * unit:.3g} s, small {small * unit:.3g} s" in " ".join(reasons)
+    _, _, paces = work_of(spec, {**known, "train_s": 30.0}, 0.0)
+    assert paces["large"].train_s == 30.0 and paces["small"].train_s == pytest.approx(30.0 * small / large)
+    _, reasons, paces = work_of(spec, known, 0.0, {"large": 7.0, "small": 6.0})
+    assert [pace.train_s for pace in paces.values()] == [7.0, 6.0] and "of its own" not in " ".join(reasons)
 
 
 GAME: dict[str, Any] = {

@@ -5,12 +5,13 @@ model's follow from its size and from the round figures below. Each comes with a
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
+from opentinker.cli.planning.schedules import own_specs, training_times
 from opentinker.shared.data.round_figures import CPU, GPU, known_parameters
 from opentinker.shared.spec.engines import engine_policies
-from opentinker.shared.spec.policies import spec_of
 
 if TYPE_CHECKING:
     from opentinker.shared.spec import JobSpec
@@ -37,7 +38,7 @@ def estimated(spec: JobSpec, turns: float, tokens: float, missing: set[str]) -> 
     of a turn. Plays the environment for a moment, if it can be played here."""
     values: dict[str, float] = {}
     reasons = []
-    learners, models = models_of(spec), players_of(spec)
+    models = players_of(spec)
     size = " and ".join(f"{one.parameters / 1e6:.3g} M parameters ({one.why})" for one in models)
     if {"token_s", "tokens_per_s"} & missing:
         machine = GPU if spec.resources.rollout_gpus else CPU
@@ -49,12 +50,13 @@ def estimated(spec: JobSpec, turns: float, tokens: float, missing: set[str]) -> 
         reasons.append(f"assumed: {shown}, for {size} on {machine.name}{each}")
     if "train_s" in missing:
         machine = GPU if spec.resources.trainer_gpus else CPU
-        batch = spec.algorithm.group_size * spec.algorithm.groups_per_batch * turns * tokens * PROMPT_SHARE
-        operations = fmean((4 if one.is_adapter else 6) * one.parameters for one in learners) * batch
-        values["train_s"] = operations / machine.operations_per_s / max(1, spec.resources.trainer_gpus)
-        shown = f"--train-s {values['train_s']:.3g}"
-        trained = " and ".join(f"{one.parameters / 1e6:.3g} M parameters" for one in learners)
-        reasons.append(f"assumed: {shown}, for {batch:.3g} tokens of {trained} on {machine.name}")
+        times = training_times(spec, seconds_alone(spec, turns, tokens))
+        values["train_s"] = max(times.values())
+        trained = " and ".join(
+            f"{batch_tokens(spec, own, turns, tokens):.3g} tokens of {model.parameters / 1e6:.3g} M parameters"
+            for own, model in zip(own_specs(spec).values(), models_of(spec), strict=True)
+        )
+        reasons.append(f"assumed: --train-s {values['train_s']:.3g}, for {trained} on {machine.name}")
     if "env_s" in missing:
         values["env_s"], why = _env_s(spec)
         reasons.append(f"{why}: --env-ms {values['env_s'] * 1e3:.3g}")
@@ -71,9 +73,28 @@ class Model(NamedTuple):
 
 
 def models_of(spec: JobSpec) -> list[Model]:
-    """Return the model of the job, or of each of its policies. They share the machines, and each is taken to train on
-    an equal part of the tokens: what a token costs is their mean."""
-    return [_model(spec_of(spec, name).model) for name in spec.policies or ("",)]
+    """Return the model of the job, or of each of its policies."""
+    return [_model(own.model) for own in own_specs(spec).values()]
+
+
+def batch_tokens(spec: JobSpec, own: JobSpec, turns: float, tokens: float) -> float:
+    """Return the tokens of one step of a policy, each of which is taken to have an equal part of those of a match.
+    `own`: the job's spec with the settings of the policy."""
+    algorithm = own.algorithm
+    episodes = algorithm.group_size * algorithm.groups_per_batch
+    return episodes * turns * tokens * PROMPT_SHARE / max(1, len(spec.policies))
+
+
+def seconds_alone(spec: JobSpec, turns: float, tokens: float) -> Mapping[str, float]:
+    """Return the seconds of one step of each policy that had the trainer to itself: by the tokens of its batch, and the
+    parameters of its model, of which an adapter takes fewer operations."""
+    machine = GPU if spec.resources.trainer_gpus else CPU
+    speed = machine.operations_per_s * max(1, spec.resources.trainer_gpus)
+    found = {}
+    for (name, own), model in zip(own_specs(spec).items(), models_of(spec), strict=True):
+        operations = (4 if model.is_adapter else 6) * model.parameters
+        found[name] = operations * batch_tokens(spec, own, turns, tokens) / speed
+    return found
 
 
 def players_of(spec: JobSpec) -> list[Model]:

@@ -117,7 +117,7 @@ def work_of(
 ) -> tuple[Work, list[str], Mapping[str, Pace]]:
     """Values that are not `known` come from the job, if it exists, and are estimated otherwise; the sentences explain
     each. With the pace of each policy in training. `trained`: measured seconds per step of policies, by name."""
-    from opentinker.cli.planning.estimates import estimated
+    from opentinker.cli.planning.estimates import estimated, seconds_alone
     from opentinker.cli.planning.schedules import paces_of, pipeline_of
     from opentinker.shared.data.dry_run_policies import memory
     from opentinker.shared.data.pipeline_simulation import Work
@@ -128,17 +128,22 @@ def work_of(
     if rollout.toy is not None:
         values |= {"token_s": rollout.toy.seconds_per_token, "swap_s": rollout.toy.swap_seconds}
     values |= known
-    if (paces := paces_of(spec, known.get("train_s"), trained)) is not None:
+    trained, alone = trained or {}, seconds_alone(spec, turns, max(1.0, values["tokens"]))
+    if (paces := paces_of(spec, known.get("train_s"), trained, alone)) is not None:
         batch, values["train_s"] = pipeline_of(spec, paces)
+    is_split = len(alone) > 1 and not alone.keys() <= trained.keys() and (paces is None or "train_s" in known)
     missing = {"token_s", "env_s", "train_s"} - values.keys()
     if "token_s" in missing and "tokens_per_s" not in values:
         missing.add("tokens_per_s")
     found = estimated(spec, turns, values["tokens"], missing)
     reasons = list(found.reasons)
     if paces is None:
-        paces = paces_of(spec, found.values["train_s"])
+        paces = paces_of(spec, found.values["train_s"], {}, alone)
         assert paces is not None
         batch, found.values["train_s"] = pipeline_of(spec, paces)
+    if is_split:
+        shown = ", ".join(f"{name} {pace.train_s:.3g} s" for name, pace in paces.items())
+        reasons.append(f"assumed, by the size of what each policy trains: a step of its own takes {shown}")
     if (held := memory(spec))["result"] == "ok":
         reasons.append(f"memory: {held['found']}; {held['hint']}")
     if "tokens" not in known:

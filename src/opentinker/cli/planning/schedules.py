@@ -66,24 +66,45 @@ def joint_batch(spec: JobSpec) -> JointBatch:
     return JointBatch(first.algorithm.group_size, groups, max(0, room // groups - 1))
 
 
+def training_times(spec: JobSpec, alone: Mapping[str, float]) -> dict[str, float]:
+    """Return the seconds for which each policy trains per step of the job, in one trainer that policies which train at
+    the same time share evenly. `alone`: seconds per step of a policy that had the trainer to itself.
+
+    wait, lockstep  a smaller step ends first, and leaves the trainer to the others
+    drop, grow      all train all the time
+    alternate       the others rest
+    """
+    rule = rule_of(spec)
+    own_s = {name: seconds * _share(spec, name) for name, seconds in alone.items()}
+    if rule.turn:
+        return own_s
+    if rule.gate == "fastest":
+        return {name: seconds * len(own_s) for name, seconds in own_s.items()}
+    return {name: sum(min(seconds, other) for other in own_s.values()) for name, seconds in own_s.items()}
+
+
 def paces_of(
-    spec: JobSpec, train_s: float | None, measured: Mapping[str, float] | None = None
+    spec: JobSpec, train_s: float | None, measured: Mapping[str, float], alone: Mapping[str, float]
 ) -> dict[str, Pace] | None:
     """Return the pace of each policy in training. `measured`: seconds per step by policy, used if all are there.
-    `train_s`: of a step of the job, the same for all; None: as the simulated learners say, and None where one is not
-    simulated."""
-    paces = {}
+    `train_s`: of a step of the job, by the policy that trains longest; the others take a part of it, by `alone` (see
+    `training_times`). None: as the simulated learners say, and None where one is not simulated."""
     specs = own_specs(spec)
-    each = measured if measured and specs.keys() <= measured.keys() else None
-    for name, own in specs.items():
-        share = own.train.steps / max(1, spec.train.steps)
-        own_s = own.train.simulated_step_s if train_s is None else train_s / share
-        if each is not None:
-            own_s = each[name]
-        if own_s is None:
-            return None
-        paces[name] = Pace(own_s, 0.0, share)
-    return paces
+    shares = {name: _share(spec, name) for name in specs}
+    if specs.keys() <= measured.keys():
+        return {name: Pace(measured[name], 0.0, share) for name, share in shares.items()}
+    if train_s is not None:
+        times = training_times(spec, alone)
+        longest = max(times.values())
+        return {name: Pace(train_s * times[name] / longest / share, 0.0, share) for name, share in shares.items()}
+    simulated = {name: own.train.simulated_step_s for name, own in specs.items()}
+    paces = {name: Pace(step_s, 0.0, shares[name]) for name, step_s in simulated.items() if step_s is not None}
+    return paces if paces.keys() == specs.keys() else None
+
+
+def _share(spec: JobSpec, policy: str) -> float:
+    """Return the steps of a policy for one step of the job."""
+    return spec_of(spec, policy).train.steps / max(1, spec.train.steps)
 
 
 def pipeline_of(spec: JobSpec, paces: Mapping[str, Pace]) -> tuple[JointBatch, float]:
