@@ -1,7 +1,7 @@
 // What views share: who we are, where we are, answers that are asked for again, a job that is followed.
 
 import { createContext } from "preact";
-import { useCallback, useContext, useEffect, useReducer, useState } from "preact/hooks";
+import { useCallback, useContext, useEffect, useReducer, useRef, useState } from "preact/hooks";
 import { ask, Problem } from "./lib/api.ts";
 import { isTyping, placeOf } from "./lib/jobs/rows.ts";
 import { Follow, type Beside } from "./lib/live/follow.ts";
@@ -119,6 +119,8 @@ export function useAsked<T>(path: string | null, everyS = 0): Asked<T> {
   return { value: here ? state.value : null, problem: here ? state.problem : null, again: soon };
 }
 
+/** Longer than between two keys of a word. */
+const TYPING_MS = 200;
 const DRAW_MS = 400;
 const KEYS_S = 60;
 const BESIDE: Beside[] = ["logs", "events", "rollouts", "timeline"];
@@ -178,6 +180,17 @@ export function useSettled<T>(value: T, afterMs: number): T {
     return () => clearTimeout(timer);
   }, [value, afterMs]);
   return settled;
+}
+
+/** How long a list waits before it asks for what its filter finds: not at all after a pause, and else until whoever types
+ * makes one. */
+export function useTypingWait(filter: string): number {
+  const last = useRef({ filter, at: -Infinity, waitMs: 0 });
+  if (last.current.filter !== filter) {
+    const at = performance.now();
+    last.current = { filter, at, waitMs: at - last.current.at < TYPING_MS ? TYPING_MS : 0 };
+  }
+  return last.current.waitMs;
 }
 
 /** Whether this was drawn first so long ago. */

@@ -104,6 +104,22 @@ class Sweeps(TypedDict):
     more: bool
 
 
+class SweepGroup(TypedDict):
+    """Sweeps that have a property in common."""
+
+    name: str
+    """The project, tag, state or other value; empty for sweeps without one."""
+    sweeps: int
+    states: dict[str, int]
+    """Sweeps by state."""
+
+
+class SweepGroups(TypedDict):
+    """Sweeps counted by a property, the largest group first."""
+
+    groups: list[SweepGroup]
+
+
 class DeletedSweep(TypedDict):
     """A sweep that was deleted."""
 

@@ -37,6 +37,7 @@ export interface Labelled {
 }
 
 export interface SweepSummary extends Labelled {
+  key: string;
   kind: string;
   /** Empty where it is varied. */
   model: string;

@@ -1,18 +1,22 @@
 // Sweeps: how far each is and its best trial; of one, all trials and which settings matter.
 
 import type { JSX } from "preact";
-import { useState } from "preact/hooks";
+import { useRef, useState } from "preact/hooks";
 import { Chart, type Look } from "../chart.tsx";
-import { go, queryNow, useAsked, useDoing, useMay, useNow, useQuery } from "../hooks.ts";
+import { go, queryNow, useAfter, useAsked, useDoing, useMay, useNow, useQuery, useTypingWait } from "../hooks.ts";
 import { ask } from "../lib/api.ts";
-import { filterOf, queryOf, sortsFor, SWEEP_SORTS, valueOf, viewOf, withLabel, without, type Label, type ListView } from "../lib/jobs/view.ts";
+import { knownTo } from "../lib/jobs/rows.ts";
+import {
+  filterOf, groupings, queryOf, sortsFor, SWEEP_SORTS, valueOf, viewOf, withLabel, without, type Label, type ListView, type Property,
+} from "../lib/jobs/view.ts"; // prettier-ignore
 import { bestText, lastName, progress, ranked, seedText, settingText, trialValue } from "../lib/sweeps.ts";
 import type { Sweep, SweepSummary, SweepTrial } from "../lib/types.ts";
 import { ago, duration, short } from "../lib/words.ts";
 import { type Column, Empty, Facts, Progress, Said, Search, Select, State, Table } from "../parts.tsx";
 import { MOST_RUNS } from "./compare/compare.tsx";
 import { Labels } from "./job/labels.tsx";
-import { Chip } from "./jobs/filters.tsx";
+import { Chip, Filters } from "./jobs/filters.tsx";
+import { Groups } from "./jobs/groups.tsx";
 import { Share } from "./share.tsx";
 
 const LOOK_S = 3;
@@ -25,20 +29,37 @@ const MOST = 1000;
 export function Sweeps(): JSX.Element {
   const [query, setQuery] = useQuery();
   const view = viewOf(query);
-  const { labels, sort } = view;
+  const { labels, by, sort } = view;
   const change = (part: Partial<ListView>): void => setQuery(queryOf({ ...viewOf(queryNow()), ...part }));
-  const choose = (label: Label): void => change({ labels: withLabel(labels, label) });
+  const choose = (label: Label): void => change({ by: "", labels: withLabel(labels, label) });
+  const filtered = (label: Label): void => change({ labels: withLabel(labels, label) });
   const filter = filterOf(view);
+  const waitMs = useTypingWait(`${filter}`);
+  const seen = useRef(new Map<string, SweepSummary>()); // what is known here shows at once, until the server has answered
   return (
     <>
       <h1>Sweeps</h1>
       <div class="bar">
         <Search label="Search sweeps" placeholder="Name, id, kind, environment, model, notes…" value={view.search} set={(search) => change({ search })} />
-        <Select label="State" value={valueOf(labels, "state")} of={STATES.map((one) => [one, one || "any state"])} choose={(one) => choose(["state", one])} />
+        <Select label="State" value={valueOf(labels, "state")} of={STATES.map((one) => [one, one || "any state"])} choose={(one) => filtered(["state", one])} />
+        <Filters of="sweeps" labels={labels} choose={filtered} />
         <Select label="Order" value={sort} of={sortsFor(sort, SWEEP_SORTS)} choose={(one) => change({ sort: one })} />
+        <Select label="Group by" value={by} of={groupings} choose={(one) => change({ by: one as Property | "" })} />
         {labels.map((label) => label[0] !== "state" && <Chip key={label.join()} label={label} remove={() => change({ labels: without(labels, label) })} />)}
       </div>
-      <Found key={`${filter}`} filter={`&${new URLSearchParams([["sort", sort], ...filter])}`} clear={`${filter}` ? () => change({ search: "", labels: [] }) : null} choose={choose} />
+      {by ? (
+        <Groups key={`${by}${filter}`} of="sweeps" by={by} filter={`&${filter}`} waitMs={waitMs} choose={choose} />
+      ) : (
+        <Found
+          key={`${filter}`}
+          filter={`&${new URLSearchParams([["sort", sort], ...filter])}`}
+          clear={`${filter}` ? () => change({ search: "", labels: [] }) : null}
+          waitMs={waitMs}
+          seen={seen.current}
+          known={() => knownTo(view, seen.current.values())}
+          choose={choose}
+        />
+      )}
     </>
   );
 }
@@ -47,14 +68,45 @@ interface FoundProps {
   filter: string;
   /** Shows all sweeps; null: it does. */
   clear: (() => void) | null;
+  waitMs: number;
+  /** All sweeps that were listed so far, by id. */
+  seen: Map<string, SweepSummary>;
+  /** Those among them that match. */
+  known: () => SweepSummary[];
   choose: (label: Label) => void;
 }
 
-function Found({ filter, clear, choose }: FoundProps): JSX.Element {
+function Found({ filter, clear, waitMs, seen, known, choose }: FoundProps): JSX.Element {
   const [limit, setLimit] = useState(PAGE);
-  const { value, problem } = useAsked<{ sweeps: SweepSummary[]; more: boolean }>(`/v1/sweeps?limit=${limit}${filter}`, LOOK_S);
+  const path = `/v1/sweeps?limit=${limit}${filter}`;
+  const { value, problem } = useAsked<{ sweeps: SweepSummary[]; more: boolean }>(useAfter(waitMs) ? path : null, LOOK_S);
+  const sweeps = value?.sweeps ?? (problem ? [] : known());
+  if (!value && problem) return <Said problem={problem} />;
+  if (!value && !sweeps.length) return <Empty>Loading…</Empty>;
+  for (const sweep of value?.sweeps ?? []) seen.set(sweep.id, sweep);
+  return (
+    <>
+      <Said problem={problem} />
+      {sweeps.length ? <SweepTable sweeps={sweeps} choose={choose} /> : <Nothing clear={clear} />}
+      {value?.more && (limit < MOST ? <button onClick={() => setLimit(limit + PAGE)}>More sweeps</button> : <p class="dim">the first {MOST} sweeps; filters find others</p>)}
+    </>
+  );
+}
+
+function Nothing({ clear }: Pick<FoundProps, "clear">): JSX.Element {
+  return clear ? (
+    <Empty>
+      No sweep matches the filters. <button onClick={clear}>Clear the filters</button>
+    </Empty>
+  ) : (
+    <Empty>
+      No sweeps yet. <code>opentinker submit examples/sweep_toy.toml</code> starts one.
+    </Empty>
+  );
+}
+
+function SweepTable({ sweeps, choose }: { sweeps: SweepSummary[]; choose: (label: Label) => void }): JSX.Element {
   const now = useNow(5);
-  if (!value) return problem ? <Said problem={problem} /> : <Empty>Loading…</Empty>;
   const columns: Column<SweepSummary>[] = [
     ["Sweep", (sweep) => <Named sweep={sweep} choose={choose} />],
     ["State", (sweep) => <State state={sweep.state} />],
@@ -67,23 +119,7 @@ function Found({ filter, clear, choose }: FoundProps): JSX.Element {
   const opens = (sweep: SweepSummary) => (event: MouseEvent) => {
     if (!(event.target instanceof HTMLElement && event.target.closest("a, button"))) go("sweeps", sweep.id);
   };
-  return (
-    <>
-      <Said problem={problem} />
-      {value.sweeps.length ? (
-        <Table of={columns} rows={value.sweeps} by={(sweep) => sweep.id} look="card" row={(sweep) => ({ onClick: opens(sweep) })} />
-      ) : clear ? (
-        <Empty>
-          No sweep matches the filters. <button onClick={clear}>Clear the filters</button>
-        </Empty>
-      ) : (
-        <Empty>
-          No sweeps yet. <code>opentinker submit examples/sweep_toy.toml</code> starts one.
-        </Empty>
-      )}
-      {value.more && (limit < MOST ? <button onClick={() => setLimit(limit + PAGE)}>More sweeps</button> : <p class="dim">the first {MOST} sweeps; filters find others</p>)}
-    </>
-  );
+  return <Table of={columns} rows={sweeps} by={(sweep) => sweep.id} look="card" row={(sweep) => ({ onClick: opens(sweep) })} />;
 }
 
 function Named({ sweep, choose }: { sweep: SweepSummary; choose: (label: Label) => void }): JSX.Element {

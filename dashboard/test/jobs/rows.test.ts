@@ -1,7 +1,8 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
+import { viewOf } from "../../src/lib/jobs/view.ts";
 import type { Job } from "../../src/lib/types.ts";
-import { columnsOf, deedOf, matches, picked, sparkline, windowed } from "../../src/lib/jobs/rows.ts";
+import { columnsOf, deedOf, knownTo, matches, picked, sparkline, windowed } from "../../src/lib/jobs/rows.ts";
 
 test("of five thousand rows those in sight are drawn", () => {
   assert.deepEqual(windowed(5000, 36, 0, 720), { from: 0, to: 40 });
@@ -43,4 +44,13 @@ test("a job matches if it has all words, wherever they are", () => {
   const job = { id: "j-1", name: "Long run", kind: "rl", model: "m/tiny", project: "Maths", key: "k", tags: ["best"] } as unknown as Job;
   for (const text of ["", "long", "RUN maths", "best tiny j-1"]) assert.ok(matches(job, text), text);
   for (const text of ["longrun", "long eval"]) assert.ok(!matches(job, text), text);
+});
+
+test("jobs that were listed are shown until the server answers, unless only it can tell which", () => {
+  const job = (id: string, state: string): Job => ({ id, state, name: id, kind: "rl", model: "", project: "", key: "", tags: [] }) as unknown as Job;
+  const seen = [job("one", "running"), job("two", "failed"), job("onto", "failed")];
+  const known = (query: string): string[] => knownTo(viewOf(query), seen).map(({ id }) => id);
+  assert.deepEqual(known("search=on"), ["one", "onto"]);
+  assert.deepEqual(known("search=on&state=failed"), ["onto"]);
+  for (const query of ["search=on&tag=a", "search=on&sort=name"]) assert.deepEqual(known(query), []);
 });

@@ -27,6 +27,7 @@ test("a job has several tags, but one value of all else", () => {
   assert.deepEqual(labels, [["tag", "b"], ["tag", "a"], ["kind", "sft"]]);
   assert.deepEqual(without(labels, ["tag", "b"]), [["tag", "a"], ["kind", "sft"]]);
   assert.deepEqual(withLabel(labels, ["kind", ""]), [["tag", "b"], ["tag", "a"]]);
+  assert.deepEqual(withLabel(labels, ["tag", ""]), [["kind", "sft"]]);
 });
 
 test("a column sorts by itself, then the other way around, and says which", () => {

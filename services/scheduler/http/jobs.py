@@ -19,16 +19,9 @@ from opentinker.services.scheduler.artifacts.catalog import ArtifactCatalog
 from opentinker.services.scheduler.artifacts.retention import Rule
 from opentinker.services.scheduler.http.auth import may_see, tenant_of
 from opentinker.services.scheduler.http.errors import json_response, parsed, read_json
-from opentinker.services.scheduler.http.list_parameters import parameters_of
-from opentinker.services.scheduler.http.route_decorator import Choice, Integer, Parameter, Route
-from opentinker.services.scheduler.jobs.list_query import (
-    GROUPED,
-    JOBS,
-    ListQuery,
-    groups_of,
-    place_after,
-    unknown_cursor,
-)
+from opentinker.services.scheduler.http.list_parameters import GROUP_BY, parameters_of
+from opentinker.services.scheduler.http.route_decorator import Integer, Parameter, Route
+from opentinker.services.scheduler.jobs.list_query import JOBS, ListQuery, groups_of, place_after, unknown_cursor
 from opentinker.services.scheduler.jobs.outages import outage_text
 from opentinker.shared import api_types
 from opentinker.shared.evaluation.categories import categories_of
@@ -58,7 +51,6 @@ HIDDEN = ("spec", "version", "restart_step", "resumed_step", "rollout_losses", "
 BEFORE_JOB = Parameter("before", "Only jobs listed after this one: the cursor of the previous response.")
 LIMIT_JOBS = Integer("limit", "Jobs per response.", default=100, low=1, high=1000)
 SORT_JOBS, FILTERS = parameters_of(JOBS)
-GROUP_BY = Choice("by", f"One of {', '.join(GROUPED)}.", among=("project", *(n for n in GROUPED if n != "project")))
 POLICY = Parameter("policy", "One of the job's policies; needed where it has several.")
 
 
@@ -135,7 +127,7 @@ class JobsApi:
     async def groups(self, request: web.Request) -> web.Response:
         """Count your jobs by project, tag, state or another property."""
         rows = await self._rows(tenant_of(request), ListQuery.of(request.query))
-        return json_response({"groups": groups_of(rows, GROUP_BY.read(request))})
+        return json_response({"groups": groups_of(rows, GROUP_BY.read(request), JOBS)})
 
     @Route("GET", "/v1/jobs/{id}", Action.JOBS_READ, answer=api_types.Job)
     async def get(self, request: web.Request) -> web.Response:

@@ -1,12 +1,14 @@
-"""Query parameters of lists of jobs and of sweeps: filters and an order. `jobs/list_query.py` reads them."""
+"""Query parameters of lists of jobs and of sweeps: filters, an order, the property of groups. `jobs/list_query.py` reads
+them."""
 
 from __future__ import annotations
 
-from opentinker.services.scheduler.http.route_decorator import Parameter
-from opentinker.services.scheduler.jobs.list_query import EQUAL, Listed
+from opentinker.services.scheduler.http.route_decorator import Choice, Parameter
+from opentinker.services.scheduler.jobs.list_query import EQUAL, GROUPED, Listed
 from opentinker.shared.state.list_rows import MOST_ROWS
 
 OF_OWNER = " (id of the key, or name of the user)"
+GROUP_BY = Choice("by", f"One of {', '.join(GROUPED)}.", among=("project", *(n for n in GROUPED if n != "project")))
 
 
 def parameters_of(what: Listed) -> tuple[Parameter, tuple[Parameter, ...]]:

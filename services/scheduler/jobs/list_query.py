@@ -157,11 +157,11 @@ def _text(row: ListRow) -> str:
     return " ".join(told).lower()
 
 
-def groups_of(rows: Iterable[ListRow], by: str) -> list[dict[str, Any]]:
-    """Return the jobs of each value, counted by state; the largest group first. A job counts once for each tag."""
+def groups_of(rows: Iterable[ListRow], by: str, what: Listed) -> list[dict[str, Any]]:
+    """Return the jobs or sweeps of each value, counted by state; the largest group first. One counts for each tag."""
     counts: dict[str, Counter[str]] = {}
     for row in rows:
         for name in GROUPED[by](row):
             counts.setdefault(name, Counter())[row.state.value] += 1
-    groups = [{"name": name, "jobs": sum(states.values()), "states": dict(states)} for name, states in counts.items()]
-    return sorted(groups, key=lambda group: (-group["jobs"], group["name"]))
+    found = sorted(counts.items(), key=lambda one: (-one[1].total(), one[0]))
+    return [{"name": name, f"{what.noun}s": states.total(), "states": dict(states)} for name, states in found]

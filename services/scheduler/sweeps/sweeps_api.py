@@ -13,10 +13,10 @@ from aiohttp import web
 from opentinker.services.scheduler.http.auth import may_see, principal_of, tenant_of
 from opentinker.services.scheduler.http.errors import json_response, parsed, read_json
 from opentinker.services.scheduler.http.jobs import FRESH_S, JobsApi
-from opentinker.services.scheduler.http.list_parameters import parameters_of
+from opentinker.services.scheduler.http.list_parameters import GROUP_BY, parameters_of
 from opentinker.services.scheduler.http.publishing import PublishingApi
 from opentinker.services.scheduler.http.route_decorator import Integer, Parameter, Route
-from opentinker.services.scheduler.jobs.list_query import SWEEPS, ListQuery, place_after, unknown_cursor
+from opentinker.services.scheduler.jobs.list_query import SWEEPS, ListQuery, groups_of, place_after, unknown_cursor
 from opentinker.shared import api_types
 from opentinker.shared.security.authorization import Action
 from opentinker.shared.single_flight import SingleFlight
@@ -54,6 +54,11 @@ class SweepsApi:
                 return sweep
         raise NotFound(f"you have no sweep {id[:100]!r}")
 
+    async def _rows(self, tenant: str, wanted: ListQuery) -> list[ListRow]:
+        """Return the tenant's sweeps that pass the filters, in order."""
+        rows = await self.all_rows.get(tenant, partial(self.rows.of, tenant))
+        return await asyncio.to_thread(wanted.chosen, rows)
+
     @Route(
         "GET",
         "/v1/sweeps",
@@ -74,14 +79,19 @@ class SweepsApi:
                 raise unknown_cursor(before, SWEEPS) from None
             more = len(page) > limit
         else:
-            rows = await self.all_rows.get(tenant, partial(self.rows.of, tenant))
-            ids = [row.id for row in await asyncio.to_thread(wanted.chosen, rows)]
+            ids = [row.id for row in await self._rows(tenant, wanted)]
             start = place_after(before, ids, SWEEPS)
             page = await self.store.summaries(ids[start : start + limit])
             more = len(ids) > start + limit  # of those on the page some may have been deleted meanwhile
         cursor = page[:limit][-1].id if page else before
         shown = [sweep_summary(sweep) for sweep in page[:limit]]
         return json_response({"sweeps": shown, "cursor": cursor, "more": more})
+
+    @Route("GET", "/v1/sweeps/groups", Action.JOBS_READ, parameters=(GROUP_BY, *FILTERS), answer=api_types.SweepGroups)
+    async def groups(self, request: web.Request) -> web.Response:
+        """Count your sweeps by project, tag, state or another property."""
+        rows = await self._rows(tenant_of(request), ListQuery.of(request.query, SWEEPS))
+        return json_response({"groups": groups_of(rows, GROUP_BY.read(request), SWEEPS)})
 
     @Route("GET", "/v1/sweeps/{id}", Action.JOBS_READ, answer=api_types.Sweep)
     async def get(self, request: web.Request) -> web.Response:

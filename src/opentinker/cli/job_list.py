@@ -16,13 +16,14 @@ from opentinker.cli.common import (
     as_typed,
     client,
     complain,
-    print_found,
     print_json,
     print_table,
     same_server,
     say,
 )
 from opentinker.cli.shell import complete
+from opentinker.cli.views.lists import RUNNING_FIRST, print_groups
+from opentinker.sdk.labels import list_query
 from opentinker.shared.types.core import JobState
 from opentinker.shared.types.errors import Conflict, NotFound, plural
 from opentinker.shared.types.sweeps import ID_PREFIX
@@ -35,7 +36,6 @@ KINDS = ("rl", "sft", "dpo", "inference", "eval", "tinker")
 STATES = tuple(state.value for state in JobState)
 MOST_CANCELLED = 10_000
 NAMES_SHOWN = 10
-RUNNING_FIRST = "state"
 
 States = Annotated[
     list[str] | None, typer.Option("--state", help=f"Only jobs in this state: {', '.join(STATES)}. Repeatable.")
@@ -108,8 +108,7 @@ def jobs(
         if watch or sort or shown:
             raise UsageError("--group counts jobs: it does not go with --watch, --sort or --columns")
         lists = {"state": states, "kind": kinds, "tag": tags}
-        given = {key: ",".join(values) for key, values in lists.items() if values}
-        _print_groups(api, group, given | {key: text for key, text in filters.items() if text}, as_json)
+        print_groups(api.job_groups(group, list_query(lists, filters)), "job", group, as_json)
         return
 
     def find() -> list[JobSummary]:
@@ -142,16 +141,6 @@ def _print_jobs(found: list[JobSummary], shown: list[str], empty: str) -> None:
 
     columns = columns_of(found, shown)
     print_table(columns, rows_of(found, columns), empty=empty, last_below=columns[-1] == "reason")
-
-
-def _print_groups(api: Client, by: str, filters: dict[str, str], as_json: bool) -> None:
-    groups = api.job_groups(by, filters)
-    rows = [[group["name"] or "-", group["jobs"], _counted(group["states"])] for group in groups]
-    print_found(groups, as_json, [by, "jobs", "states"], rows, empty="no such job")
-
-
-def _counted(states: dict[str, int]) -> str:
-    return ", ".join(f"{states[state]} {state}" for state in STATES if state in states)
 
 
 def label(

@@ -13,6 +13,7 @@ from opentinker.cli.common import (
     PATIENCE_S,
     AsJson,
     Url,
+    UsageError,
     ago,
     as_typed,
     client,
@@ -26,8 +27,10 @@ from opentinker.cli.common import (
     say,
 )
 from opentinker.cli.shell import complete
+from opentinker.cli.views.lists import RUNNING_FIRST, print_groups
 from opentinker.cli.views.refresh import refresh
 from opentinker.sdk.job_text import on_one_line
+from opentinker.sdk.labels import list_query
 from opentinker.shared.types.errors import plural
 
 if TYPE_CHECKING:
@@ -76,7 +79,7 @@ def sweep(
 
 
 def sweeps(
-    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="Show this many, the newest.")] = SHOWN,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="Show this many.")] = SHOWN,
     states: Annotated[
         list[str] | None,
         typer.Option("--state", help=f"Only sweeps in this state: {', '.join(SWEEP_EXIT)}. Repeatable."),
@@ -98,21 +101,40 @@ def sweeps(
         str | None, typer.Option("--search", help="Only sweeps with these words in their name, model or notes.")
     ] = None,
     sort: Annotated[
-        str | None, typer.Option("--sort", help="created, updated, name, state, kind, project ...; -name reverses.")
+        str | None,
+        typer.Option(
+            "--sort",
+            help="state (running first), created, updated, finished, name, kind, environment, model, project, owner, "
+            "tag or notes; -name reverses.  [default: state]",
+        ),
+    ] = None,
+    group: Annotated[
+        str | None,
+        typer.Option(
+            "--group",
+            metavar="PROPERTY",
+            help="Count sweeps by project, tag, name, state, kind, environment, model or owner.",
+        ),
     ] = None,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh the list until Ctrl-C.")] = False,
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """List your sweeps, the newest first."""
+    """List your sweeps: the running first, then those that are over, each the newest first."""
     api = client(url, patience_s=PATIENCE_S if watch else 2.0)
     texts = {"name": name, "notes": notes, "project": project, "environment": environment, "model": model}
-    texts |= {"owner": owner, "search": search, "sort": sort}
-    chosen = states or kinds or tags or any(texts[name] for name in texts if name != "sort")
+    texts |= {"owner": owner, "search": search}
+    if group is not None:
+        if watch or sort:
+            raise UsageError("--group counts sweeps: it does not go with --watch or --sort")
+        lists = {"state": states, "kind": kinds, "tag": tags}
+        print_groups(api.sweep_groups(group, list_query(lists, texts)), "sweep", group, as_json)
+        return
+    chosen = states or kinds or tags or any(texts.values())
     empty = "no such sweep" if chosen else "no sweeps yet: `opentinker submit` makes one of a file with [sweep]"
 
     def show(*, as_line: bool = False) -> None:
-        found = api.sweeps(limit, states=states, kinds=kinds, tags=tags, **texts)
+        found = api.sweeps(limit, states=states, kinds=kinds, tags=tags, sort=sort or RUNNING_FIRST, **texts)
         _print_list(found, as_json, empty, as_line=as_line)
 
     if watch:

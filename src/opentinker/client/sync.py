@@ -140,6 +140,7 @@ class Client:
 
     sweep = blocking(AsyncClient.sweep)
     sweeps = blocking(AsyncClient.sweeps)
+    sweep_groups = blocking(AsyncClient.sweep_groups)
     label_sweep = blocking(AsyncClient.label_sweep)
     sweep_state = blocking(AsyncClient.sweep_state)
     wait_sweep = blocking(AsyncClient.wait_sweep)

@@ -13,7 +13,7 @@ from typing import Any
 from opentinker.sdk.http import Http, resource
 from opentinker.sdk.inputs import Spec, prepared
 from opentinker.sdk.labels import label_changes, list_query
-from opentinker.shared.api_types import DeletedSweep, Sweep, SweepSummary
+from opentinker.shared.api_types import DeletedSweep, Sweep, SweepGroup, SweepGroups, SweepSummary
 from opentinker.shared.types.sweeps import TABLE
 
 SUBMIT_S = 720.0
@@ -72,6 +72,11 @@ class SweepCalls:
         texts |= {"environment": environment, "model": model, "owner": owner}
         query = list_query(lists, {**texts, "search": search, "sort": sort})
         return await self._http.newest("/v1/sweeps", "sweeps", limit, query)
+
+    async def sweep_groups(self, by: str = "project", filters: Mapping[str, str] | None = None) -> list[SweepGroup]:
+        """Count the sweeps of each project, tag, name, state, kind, environment, model or owner, by state. `filters`:
+        those of GET /v1/sweeps."""
+        return (await self._http.json(SweepGroups, "GET", "/v1/sweeps/groups", {"by": by, **(filters or {})}))["groups"]
 
     async def label_sweep(
         self,

@@ -28,6 +28,7 @@ BATCH = 100
 ROUNDS = 5
 SAMPLE_S = 2.0
 FRAME_MS = 17.0
+PAUSE_S = 0.4
 DESKTOP = {"width": 1400, "height": 900}
 FRAMES = """(px) => new Promise((done) => {
   const gaps = []; let last = performance.now(), left = 120;
@@ -83,6 +84,12 @@ async def judge(tab: Tab, aims: Aims, busy_before: float) -> None:
     assert not missed, "; ".join(missed)
 
 
+async def filtered(tab: Tab, number: int) -> float:
+    """Milliseconds from a text in the search field to its job, after a pause of whoever searches."""
+    await asyncio.sleep(PAUSE_S)
+    return float(await tab.page.evaluate(FILTERED, f"run {number}"))
+
+
 async def test_five_thousand_jobs_scroll_smoothly_and_are_filtered_at_once(
     opened: Open, http: Http, store: Store, figure: Figure
 ) -> None:
@@ -96,7 +103,7 @@ async def test_five_thousand_jobs_scroll_smoothly_and_are_filtered_at_once(
         tab = await opened(http.url, viewport=DESKTOP)
         await expect(tab.page.locator(".jobs tbody tr").first).to_contain_text("run")
         paints.append(await tab.page.evaluate(PAINT))
-    asked = [await tab.page.evaluate(FILTERED, f"run {number}") for number in (4321, 1234, 2345, 3456, 1040)]
+    asked = [await filtered(tab, number) for number in (4321, 1234, 2345, 3456, 1040)]
     await tab.page.get_by_label("Search jobs").fill("")
     count = tab.page.locator("p.count")
 
@@ -108,7 +115,7 @@ async def test_five_thousand_jobs_scroll_smoothly_and_are_filtered_at_once(
     await tab.page.evaluate("window.scrollTo(0, 0)")
     frames = [gap for _ in range(ROUNDS) for gap in await tab.page.evaluate(FRAMES, 36 * JOBS // (120 * ROUNDS))]
     assert await tab.page.evaluate("window.scrollY + window.innerHeight > 0.9 * document.body.scrollHeight")
-    listed = [await tab.page.evaluate(FILTERED, f"run {number}") for number in (4322, 1235, 2346, 3457, 1041)]
+    listed = [await filtered(tab, number) for number in (4322, 1235, 2346, 3457, 1041)]
     p95 = sorted(frames)[int(len(frames) * 0.95)]
     figure(
         f"{JOBS} jobs: first paint {median(paints):.0f} ms, frames p50 {median(frames):.1f} ms, p95 {p95:.1f} ms,"

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import datetime, timedelta
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
+import pytest
 from playwright.async_api import expect
 
+from tests.conftest import until
 from tests.e2e.page.conftest import IN_BROWSER, Open
 from tests.support.api import SPEC, Http
 
@@ -98,6 +102,47 @@ async def test_sweeps_are_found_by_their_labels_which_are_changed_here(opened: O
     await expect(tab.page.get_by_role("heading", level=1)).to_have_text("the second")
     _, changed = await http("GET", f"/v1/sweeps/{made[1]}")
     assert (changed["name"], changed["tags"], changed["notes"]) == ("the second", ["late", "odd"], "second seed")
+    await tab.page.goto(f"{http.url}/#/sweeps?by=project")
+    groups = tab.page.locator(".groups tbody tr")
+    await expect(groups).to_have_text(["none11 running", "maths11 running"])
+    await tab.page.get_by_label("Group by").select_option("tag")
+    await tab.page.wait_for_url("**/#/sweeps?by=tag")
+    await expect(groups).to_have_count(3)
+    await groups.get_by_role("button", name="late").click()
+    await tab.page.wait_for_url("**/#/sweeps?tag=late")
+    await expect(rows).to_have_count(1)
+    await tab.page.get_by_text("Filters", exact=True).click()
+    await tab.page.get_by_label("Filter by tag").select_option("")
+    await expect(rows).to_have_count(2)
+    await tab.page.get_by_label("Filter by project").select_option("maths (1)")
+    await expect(rows).to_have_count(1)
     await tab.page.goto(f"{http.url}/#/sweeps?tag=nothing")
     await tab.page.get_by_role("button", name="Clear the filters").click()
     await expect(rows).to_have_count(2)
+
+
+@pytest.mark.parametrize("noun", ["jobs", "sweeps"])
+async def test_what_is_typed_is_asked_for_at_once_and_then_in_the_next_pause(
+    opened: Open, http: Http, noun: str
+) -> None:
+    await http.job({**SPEC, "name": "some job"})
+    swept = {**SPEC, "name": "some sweep", "sweep": {"parameters": {"rollout.toy.skill": SKILLS}}}
+    await http("POST", "/v1/sweeps", json=swept)
+    tab = await opened(http.url, *(["sweeps"] if noun == "sweeps" else []))
+    await expect(tab.page.locator("tbody tr")).not_to_have_count(0)
+    await tab.page.clock.install()
+    await tab.page.reload()
+    await expect(tab.page.locator("tbody tr")).not_to_have_count(0)
+    await tab.page.clock.pause_at(datetime.now() + timedelta(days=1))
+
+    def searched() -> list[str]:
+        queries = [parse_qs(urlsplit(url).query) for url in tab.asked if f"/v1/{noun}?" in url]
+        return [query["search"][0] for query in queries if "search" in query]
+
+    await tab.page.get_by_label(f"Search {noun}").focus()
+    for key in "some x":
+        await tab.page.keyboard.press(key)
+        await tab.page.clock.run_for(50)
+    await until(searched, lambda found: found == ["s"])
+    await tab.page.clock.run_for(400)
+    await until(searched, lambda found: found == ["s", "some x"])

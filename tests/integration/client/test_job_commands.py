@@ -336,9 +336,22 @@ async def test_a_sweep_is_submitted_shown_cancelled_deleted(sweep: Path, on: lis
     assert id in found.stdout and "maths" in found.stdout
     assert (await run("sweeps", "--state", "failed", *on)).stdout == "no such sweep\n"
     assert "must be one of running" in (await run("sweeps", "--state", "queued", *on)).stderr
+    assert (await run("sweeps", "--group", "tag", *on)).stdout.split("\n")[:2] == [
+        "tag   sweeps  states", "base  1       1 running",
+    ]  # fmt: skip
+    counted = await run("sweeps", "--group", "project", "--state", "running", "--json", *on)
+    assert orjson.loads(counted.stdout) == [{"name": "maths", "sweeps": 1, "states": {"running": 1}}]
+    assert (await run("sweeps", "--group", "kind", "--name", "other", *on)).stdout == "no such sweep\n"
+    for other in (("--watch",), ("--sort", "name")):
+        assert (await run("sweeps", "--group", "tag", *other, *on)).returncode == 2
     refused = await run("sweep", id, "--delete", *on)
     assert refused.returncode == 1 and "cancel it first" in refused.stderr
+    await run("submit", sweep, "--set", "name=later", *on)
     assert (await run("sweep", id, "--cancel", *on)).stdout.split() == [id, "cancelled"]
+    before = await client.sweep({**SPEC, "name": "latest", "sweep": {"parameters": {SKILL: [0.1]}}})
+    await client.cancel_sweep(before["id"])
+    order = [one["name"] for one in orjson.loads((await run("sweeps", "--json", *on)).stdout)["sweeps"]]
+    assert order == ["later", "latest", made["name"]], "the running first"
     assert (await run("sweep", id, "--watch", *on)).returncode == 4
 
     async def deleted() -> str:

@@ -1,6 +1,7 @@
 // A long table of rows of one height: which of them are drawn, which are chosen, and what keys do.
 
-import type { Job } from "../types.ts";
+import type { Job, SweepSummary } from "../types.ts";
+import { FIRST_SORT, valueOf, type ListView } from "./view.ts";
 
 export interface Span {
   from: number;
@@ -71,10 +72,18 @@ export function isTyping(target: EventTarget | null): boolean {
   return target instanceof HTMLElement && target.closest('input:not([type="checkbox"]), select, textarea, [contenteditable="true"]') !== null;
 }
 
-/** Whether a job has all of these words, as the server searches; of notes and keys' names only the server knows. */
-export function matches(job: Job, text: string): boolean {
-  const has = [job.id, job.name, job.kind, job.model, job.environment ?? "", job.project, job.key, ...job.tags].join("\n").toLowerCase();
+/** Whether a job or a sweep has all of these words, as the server searches; of notes and keys' names only the server knows. */
+export function matches(one: Job | SweepSummary, text: string): boolean {
+  const has = [one.id, one.name, one.kind, one.model, one.environment ?? "", one.project, one.key, ...one.tags].join("\n").toLowerCase();
   return text.toLowerCase().split(/\s+/).every((word) => has.includes(word));
+}
+
+/** Of jobs or sweeps that were listed already those which the view asks for, until the server has answered; none where only
+ * the server can tell. */
+export function knownTo<T extends Job | SweepSummary>(view: ListView, seen: Iterable<T>): T[] {
+  const state = valueOf(view.labels, "state");
+  if (view.sort !== FIRST_SORT || view.labels.some(([name]) => name !== "state")) return [];
+  return [...seen].filter((one) => (!state || one.state === state) && matches(one, view.search.trim()));
 }
 
 /** Points of a polyline in a box; the lowest value is at its bottom. */

@@ -2,8 +2,10 @@
 
 export const PROPERTIES = ["project", "tag", "name", "kind", "environment", "model", "owner", "state"] as const;
 export type Property = (typeof PROPERTIES)[number];
-/** A property by which jobs are filtered and grouped, and its value. */
+/** A property by which jobs and sweeps are filtered and grouped, and its value. */
 export type Label = [Property, string];
+
+export const groupings: [string, string][] = [["", "no groups"], ...PROPERTIES.map((one): [string, string] => [one, `by ${one}`])];
 
 export interface ListView {
   search: string;
@@ -71,11 +73,12 @@ export function valueOf(labels: Label[], name: Property): string {
   return labels.find(([other]) => other === name)?.[1] ?? "";
 }
 
+/** The labels without this one; an empty value stands for all of its property. */
 export function without(labels: Label[], [name, value]: Label): Label[] {
-  return labels.filter(([other, own]) => other !== name || (name === "tag" && own !== value));
+  return labels.filter(([other, own]) => other !== name || (name === "tag" && value !== "" && own !== value));
 }
 
-/** A job has several tags, but one value of all else. */
+/** A job or a sweep has several tags, but one value of all else. */
 export function withLabel(labels: Label[], label: Label): Label[] {
   const rest = without(labels, label);
   return label[1] ? [...rest, label] : rest;

@@ -2,10 +2,10 @@
 
 import type { JSX } from "preact";
 import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
-import { go, queryNow, useAfter, useAsked, useKeyNames, useNow, useQuery } from "../../hooks.ts";
-import { columnsOf, deedOf, isTyping, matches, picked, windowed, type Span } from "../../lib/jobs/rows.ts";
+import { go, queryNow, useAfter, useAsked, useKeyNames, useNow, useQuery, useTypingWait } from "../../hooks.ts";
+import { columnsOf, deedOf, isTyping, knownTo, picked, windowed, type Span } from "../../lib/jobs/rows.ts";
 import {
-  sortDirectionOf, filterOf, FIRST_SORT, PROPERTIES, queryOf, SORT_OF, sortedBy, sortsFor, valueOf, viewOf, withLabel, without,
+  sortDirectionOf, filterOf, groupings, queryOf, SORT_OF, sortedBy, sortsFor, valueOf, viewOf, withLabel, without,
   type Label, type ListView, type Property,
 } from "../../lib/jobs/view.ts"; // prettier-ignore
 import { type Job } from "../../lib/types.ts";
@@ -14,7 +14,7 @@ import { Empty, Said, Search, Select } from "../../parts.tsx";
 import { Away } from "./away.tsx";
 import { Chip, Filters } from "./filters.tsx";
 import { Bulk, pressed as pressedFor } from "./job-actions.tsx";
-import { Groups } from "./job-groups.tsx";
+import { Groups } from "./groups.tsx";
 import { COLUMNS, JobRow, ROW_PX } from "./job-row.tsx";
 
 const STATES = ["", "running", "queued", "starting", "paused", "succeeded", "failed", "cancelled"];
@@ -22,7 +22,6 @@ const PAGE = 200;
 const LOOK_S = 2;
 /** A filter or an order is more work for the server. */
 const SLOW_S = 5;
-const SETTLED_MS = 15;
 /** How near the end of a list is when more is asked for. */
 const NEAR = "1200px";
 const KEPT_COLUMNS = "opentinker-columns";
@@ -46,8 +45,7 @@ export function Jobs(): JSX.Element {
   const filtered = (label: Label): void => change({ labels: withLabel(labels, label) });
   const state = valueOf(labels, "state");
   const seen = useRef(new Map<string, Job>()); // what is known here shows at once, until the server has answered
-  const isSimple = labels.every(([name]) => name === "state") && sort === FIRST_SORT;
-  const known = (): Job[] => (isSimple ? [...seen.current.values()].filter((job) => (!state || job.state === state) && matches(job, view.search.trim())) : []);
+  const waitMs = useTypingWait(`${filter}`);
   const isFiltered = `${filter}` !== "";
   const clear = (): void => change({ search: "", labels: [] });
   return (
@@ -57,12 +55,12 @@ export function Jobs(): JSX.Element {
       <div class="bar">
         <Search id="search-jobs" label="Search jobs" placeholder="Name, id, kind, environment, model, key's id…" value={view.search} set={(search) => change({ search })} />
         <Select label="State" value={state} of={STATES.map((one) => [one, one || "any state"])} choose={(one) => filtered(["state", one])} />
-        <Filters labels={labels} choose={filtered} />
+        <Filters of="jobs" labels={labels} choose={filtered} />
         <Select label="Order" value={sort} of={sortsFor(sort)} choose={(one) => change({ sort: one })} />
         <Select
           label="Group by"
           value={by}
-          of={[["", "no groups"], ...PROPERTIES.map((one): [string, string] => [one, `by ${one}`])]}
+          of={groupings}
           choose={(one) => change({ by: one as Property | "" })}
         />
         <a href="#/sweeps">Sweeps</a>
@@ -76,15 +74,16 @@ export function Jobs(): JSX.Element {
         {labels.map((label) => label[0] !== "state" && <Chip key={label.join()} label={label} remove={() => change({ labels: without(labels, label) })} />)}
       </div>
       {by ? (
-        <Groups key={`${by}${filter}`} by={by} filter={`&${filter}`} choose={choose} />
+        <Groups key={`${by}${filter}`} of="jobs" by={by} filter={`&${filter}`} waitMs={waitMs} choose={choose} />
       ) : (
         <Found
           key={`${asked}`}
           filter={`&${asked}`}
           clear={isFiltered ? clear : null}
           rows={{ columns, sort, choose, order: (one) => change({ sort: sortedBy(sort, one) }) }}
+          waitMs={waitMs}
           seen={seen.current}
-          known={known}
+          known={() => knownTo(view, seen.current.values())}
         />
       )}
     </>
@@ -121,15 +120,16 @@ interface FoundProps {
   /** Shows all jobs; null: it does. */
   clear: (() => void) | null;
   rows: RowsProps;
+  waitMs: number;
   /** All jobs that were listed so far, by id. */
   seen: Map<string, Job>;
   /** Those among them that match. */
   known: () => Job[];
 }
 
-function Found({ filter, clear, rows, seen, known }: FoundProps): JSX.Element {
+function Found({ filter, clear, rows, waitMs, seen, known }: FoundProps): JSX.Element {
   const isFiltered = clear !== null;
-  const may = useAfter(isFiltered ? SETTLED_MS : 0); // while somebody types, only the last text is asked for
+  const may = useAfter(waitMs);
   const { value, problem, again } = useAsked<Answer>(may ? `/v1/jobs?limit=${PAGE}${filter}` : null, filter.startsWith("&sort=created") && !isFiltered ? LOOK_S : SLOW_S);
   const [older, setOlder] = useState<Job[]>([]);
   const [before, setBefore] = useState<string | null>(null);

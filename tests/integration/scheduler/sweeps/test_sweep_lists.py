@@ -48,6 +48,30 @@ async def test_sweeps_are_listed_by_their_labels_as_jobs_are(http: Http, ctx: Co
     assert models["varied"] == "" and await listed(http, f"model={models['one']}") == ["two", "one"]
 
 
+async def test_sweeps_are_counted_by_a_property_as_jobs_are(http: Http, ctx: Context) -> None:
+    first = await made(http, name="one", project="maths", tags=["base", "odd"])
+    await made(http, name="two", project="maths", tags=["base"])
+    await made(http, name="two")
+    await http("POST", f"/v1/sweeps/{first}/cancel")
+    status, body = await http("GET", "/v1/sweeps/groups")
+    fits(body, api_types.SweepGroups)
+    assert (status, body["groups"]) == (200, [
+        {"name": "maths", "sweeps": 2, "states": {"running": 1, "cancelled": 1}},
+        {"name": "", "sweeps": 1, "states": {"running": 1}},
+    ])  # fmt: skip
+
+    async def counted(query: str) -> list[tuple[str, int]]:
+        _, body = await http("GET", f"/v1/sweeps/groups?{query}")
+        return [(group["name"], group["sweeps"]) for group in body["groups"]]
+
+    assert await counted("by=tag") == [("base", 2), ("", 1), ("odd", 1)]
+    assert await counted("by=name&state=running") == [("two", 2)]
+    assert await counted("by=state&project=maths") == [("cancelled", 1), ("running", 1)]
+    for query, field in (("by=colour", "by"), ("state=queued", "state")):
+        status, body = await http("GET", f"/v1/sweeps/groups?{query}")
+        assert status == 422 and set(mistakes(body)) == {field}
+
+
 async def test_a_sweep_that_is_deleted_meanwhile_does_not_end_the_list(
     http: Http, ctx: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
