@@ -1,5 +1,5 @@
-"""Query parameters of lists of jobs and of sweeps: filters, an order, the property of groups. `jobs/list_query.py` reads
-them."""
+"""Query parameters of lists of jobs and of sweeps: filters, an order, the property of groups. `jobs/list_query.py`
+reads them."""
 
 from __future__ import annotations
 

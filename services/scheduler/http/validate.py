@@ -19,11 +19,12 @@ from opentinker.services.scheduler.http.spec_body import read_spec
 from opentinker.services.scheduler.jobs.check_environment import EnvironmentCheck
 from opentinker.services.scheduler.jobs.check_model import resolved_base
 from opentinker.services.scheduler.jobs.choose_trainer import choose_trainer
+from opentinker.services.scheduler.jobs.data_size import planned_steps
 from opentinker.services.scheduler.jobs.disk_threads import on_disk
 from opentinker.services.scheduler.jobs.rough_estimate import rough_estimate
 from opentinker.services.scheduler.jobs.submit import Mistakes, check_references, kept_idle_s
 from opentinker.services.scheduler.placement import forecast
-from opentinker.services.scheduler.placement.estimate import estimate
+from opentinker.services.scheduler.placement.estimate import estimate, measured_beside
 from opentinker.services.scheduler.sweeps.submission import checked_sweep
 from opentinker.shared import api_types
 from opentinker.shared.api_types import Check, JobEstimate, Mistake, Said, Validation
@@ -102,8 +103,15 @@ async def report_on(ctx: Context, data: Any, tenant: str, scope: str = "all") ->
     jobs = 1 if sweep is None else sweep.most_jobs
     if sweep is not None:
         checks.insert(1, check("sweep", f"{sweep.size}; the checks below are for the first one"))
-    needs = await estimate(ctx, spec, tenant, jobs) or await on_disk(ctx, rough_estimate, ctx.settings, placed, jobs)
-    return _report([], checks, messages, needs)
+    return _report([], checks, messages, await _estimate(ctx, spec, placed, tenant, jobs))
+
+
+async def _estimate(ctx: Context, spec: JobSpec, placed: JobSpec, tenant: str, jobs: int) -> JobEstimate | None:
+    steps = await on_disk(ctx, planned_steps, placed)
+    if found := await estimate(ctx, spec, steps, tenant, jobs):
+        return found
+    measured = await measured_beside(ctx, spec, tenant)
+    return await on_disk(ctx, rough_estimate, ctx.settings, placed, jobs, steps, measured)
 
 
 async def _placed(ctx: Context, spec: JobSpec) -> JobSpec:

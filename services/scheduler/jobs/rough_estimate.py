@@ -1,22 +1,27 @@
-"""Estimates the time and cost of a spec where no job like it has run: from the size of its model and round figures; of
-one with simulated parts, by simulating its pipeline with the durations that it names."""
+"""Estimates the time and cost of a spec where no job like it has run: from the sizes of its model and rows and round
+figures, corrected by what those figures say of jobs with other models that ran here; of one with simulated parts, by
+simulating its pipeline with the durations that it names."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from statistics import median
 from typing import NamedTuple
 
+from opentinker.services.scheduler.jobs.data_size import row_tokens
+from opentinker.services.scheduler.placement.measured_jobs import Measured, step_size
 from opentinker.shared.api_types import JobEstimate
 from opentinker.shared.config import Settings
 from opentinker.shared.data.pipeline_simulation import WARM_UP, Pools, Work, predict
 from opentinker.shared.data.round_figures import CPU, GPU, known_parameters
-from opentinker.shared.spec import JobSpec
-from opentinker.shared.state.store import steps_of
+from opentinker.shared.spec import DataSpec, JobSpec, parse_spec
+from opentinker.shared.types.errors import SpecError, plural
 
 BACKWARD = 6
 """Operations per parameter and token of a step with its backward pass; 4 with an adapter."""
 FORWARD = 2
 ROW_TOKENS = 1024
-"""Tokens of a row where the spec sets no most."""
+"""Tokens of a row where neither its file nor the spec tells."""
 PAIR = 2
 """Sequences of a row of preferences."""
 PROMPT_SHARE = 2.0
@@ -41,38 +46,76 @@ class _Phases(NamedTuple):
     training: float
 
 
-def rough_estimate(settings: Settings, spec: JobSpec, jobs: int) -> JobEstimate | None:
-    """Return what `jobs` jobs of this spec take at most; None for a job without an end, of several policies, partly
-    simulated, or with a model of unknown size. `like` is empty. Blocking."""
-    steps = steps_of(spec.model_dump(mode="json"))
+def rough_estimate(
+    settings: Settings, spec: JobSpec, jobs: int, steps: int, measured: Sequence[Measured] = ()
+) -> JobEstimate | None:
+    """Return what `jobs` jobs of this spec take, each of so many steps; None for a job without an end, of several
+    policies, partly simulated without durations, or with a model of unknown size. `like` is empty. Blocking.
+
+    `measured`: earlier jobs of its kind, of any model; the result is as much longer as they took longer than this.
+    """
     if spec.kind in ("inference", "tinker") or spec.policies or not steps:
         return None
     if _is_simulated(spec):
-        step_s = _simulated_step_s(spec)
-        return None if step_s is None else _estimate(settings, spec, jobs, step_s * steps, SIMULATED)
+        step_s = _simulated_episode_s(spec, steps) if spec.kind == "eval" else _simulated_step_s(spec)
+        return None if step_s is None else _estimate(settings, spec, jobs, steps, step_s * steps, SIMULATED)
+    found = _step(spec, steps)
+    if found is None:
+        return None
+    ratios = sorted(_ratios(measured))
+    seconds = found.seconds * steps
+    if not ratios:
+        return _estimate(settings, spec, jobs, steps, seconds, found.basis)
+    factor, low, high = median(ratios), ratios[0], ratios[-1]
+    took = f"{low:.3g}" if len(ratios) == 1 else f"{low:.3g} to {high:.3g}"
+    others = f"{plural(len(ratios), 'other job')} of its kind took {took} times as long as by such figures"
+    basis = f"{found.basis}; times {factor:.3g}, for {others}"
+    made = _estimate(settings, spec, jobs, steps, seconds * factor, basis)
+    return {**made, "seconds_low": seconds * low, "seconds_high": seconds * high}
+
+
+def _ratios(measured: Sequence[Measured]) -> Iterator[float]:
+    """Yield by how much longer than by round figures a step of each job took."""
+    for one in measured:
+        try:
+            spec = parse_spec(one.job.spec)
+        except SpecError:  # of an earlier release, which this one would refuse: it tells nothing
+            continue
+        if found := _step(spec, max(one.job.step, one.job.steps)):
+            yield one.seconds * step_size(one.job.spec) / found.seconds
+
+
+class _Step(NamedTuple):
+    """Of an eval job, an episode."""
+
+    seconds: float
+    basis: str
+
+
+def _step(spec: JobSpec, steps: int) -> _Step | None:
+    """Return how long a step takes by round figures; None for a model of unknown size."""
     try:
         count, source = known_parameters(spec.model.base)
     except OSError:  # the checks of the model say what is wrong with it
         return None
     if not count:
         return None
-    episodes = steps if spec.kind == "eval" else 1
-    phases = _phases(spec, count, episodes)
+    phases = _phases(spec, count, steps)
     overlapped = spec.kind == "rl" and spec.algorithm.max_staleness > 0
     step_s = max(phases) if overlapped else sum(phases)
-    seconds = step_s * (1 if spec.kind == "eval" else steps)
     size = f"{count / 1e6:.3g} M parameters ({source})"
     uses = ((spec.resources.rollout_gpus, _samplers(spec)), (spec.resources.trainer_gpus, spec.kind != "eval"))
     on = " and ".join(dict.fromkeys((GPU if gpus else CPU).name for gpus, there in uses if there))
-    basis = f"assumed, for no job like it has run here: {size} on {on}, and the longest answers that it allows"
-    return _estimate(settings, spec, jobs, seconds, basis)
+    long = f"rows of {_tokens(spec.data):.3g} tokens" if spec.data is not None else "the longest answers that it allows"
+    basis = f"assumed, for no job like it has run here: {size} on {on}, and {long}"
+    return _Step(step_s / (steps if spec.kind == "eval" else 1), basis)
 
 
 def _samplers(spec: JobSpec) -> int:
     return spec.resources.rollout_workers if spec.kind in ("rl", "eval") else 0
 
 
-def _estimate(settings: Settings, spec: JobSpec, jobs: int, seconds: float, basis: str) -> JobEstimate:
+def _estimate(settings: Settings, spec: JobSpec, jobs: int, steps: int, seconds: float, basis: str) -> JobEstimate:
     """`seconds`: of each job."""
     samplers, trainers = _samplers(spec), 0 if spec.kind == "eval" else 1
     worker_s = seconds * (samplers + trainers) * jobs
@@ -80,7 +123,7 @@ def _estimate(settings: Settings, spec: JobSpec, jobs: int, seconds: float, basi
     cost = settings.cost(worker_s, gpu_s)
     return {
         "jobs": jobs,
-        "steps": steps_of(spec.model_dump(mode="json")),
+        "steps": steps,
         "seconds": seconds,
         "seconds_low": seconds,
         "seconds_high": seconds,
@@ -128,14 +171,35 @@ def _simulated_step_s(spec: JobSpec) -> float | None:
     return predict(work, pools, SIMULATED_STEPS).step_s
 
 
+def _simulated_episode_s(spec: JobSpec, episodes: int) -> float | None:
+    """Return the seconds of an eval job by its episodes; None if its tokens take no time."""
+    toy, rollout = spec.rollout.toy, spec.rollout
+    if toy is None or not toy.seconds_per_token:
+        return None
+    return _turns(spec, episodes) * rollout.max_tokens * toy.seconds_per_token / episodes
+
+
+def _turns(spec: JobSpec, episodes: int) -> int:
+    """Return how often the rollout workers play as many episodes as they have places for, to play all."""
+    places = spec.rollout.max_concurrent_groups * (spec.algorithm.group_size if spec.kind == "rl" else 1)
+    return -(-episodes // (places * spec.resources.rollout_workers))
+
+
+def _tokens(data: DataSpec) -> float:
+    """Return the tokens of a row."""
+    return min(row_tokens(data) or data.max_length or ROW_TOKENS, data.max_length or float("inf"))
+
+
 def _phases(spec: JobSpec, parameters: float, episodes: int) -> _Phases:
     """Return the seconds of a step; of an eval job, of all its episodes."""
     operations = (BACKWARD if spec.model.lora is None else BACKWARD - FORWARD) * parameters
+    if spec.kind == "dpo":
+        operations += FORWARD * parameters  # the reference
     trainer, ranks = (GPU if spec.resources.trainer_gpus else CPU), max(1, spec.resources.trainer_gpus)
     if spec.kind in ("sft", "dpo"):
         assert spec.data is not None
         rows = spec.data.batch_size * (PAIR if spec.kind == "dpo" else 1)
-        return _Phases(0.0, rows * (spec.data.max_length or ROW_TOKENS) * operations / trainer.operations_per_s / ranks)
+        return _Phases(0.0, rows * _tokens(spec.data) * operations / trainer.operations_per_s / ranks)
     if spec.kind == "rl":
         episodes = spec.algorithm.group_size * spec.algorithm.groups_per_batch
     longest = spec.rollout.max_tokens
@@ -143,7 +207,7 @@ def _phases(spec: JobSpec, parameters: float, episodes: int) -> _Phases:
     width = 4 if spec.model.dtype == "float32" else 2
     one_s = longest * (engine.token_s + width * parameters / engine.bytes_per_s / gpus)
     all_s = episodes * longest * FORWARD * parameters / engine.operations_per_s / gpus / spec.resources.rollout_workers
-    sampling = max(one_s, all_s)
+    sampling = max(one_s * _turns(spec, episodes), all_s)
     if spec.kind == "eval":
         return _Phases(sampling, 0.0)
     return _Phases(sampling, episodes * longest * PROMPT_SHARE * operations / trainer.operations_per_s / ranks)

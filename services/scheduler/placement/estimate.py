@@ -12,6 +12,7 @@ from opentinker.services.scheduler.placement.measured_jobs import (
     FEWEST_STEPS,
     MOST,
     Measured,
+    machinery_of,
     of_setup,
     setup_of,
     step_size,
@@ -20,7 +21,6 @@ from opentinker.services.scheduler.placement.measured_jobs import (
 from opentinker.shared.api_types import JobEstimate
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.state.store import steps_of
 from opentinker.shared.state.usage import UsageStore
 from opentinker.shared.types.core import JobRecord, JobState
 from opentinker.shared.types.errors import plural
@@ -29,28 +29,37 @@ LOOKED_AT = 200
 """Newest jobs of the tenant among which similar ones are looked for."""
 
 
-async def estimate(ctx: Context, spec: JobSpec, tenant: str, jobs: int = 1) -> JobEstimate | None:
+async def estimate(ctx: Context, spec: JobSpec, steps: int, tenant: str, jobs: int = 1) -> JobEstimate | None:
     """Return what `jobs` jobs of this spec would take: the median of similar jobs, for the size of its steps; None for
-    one without an end, or if nothing like it ran here.
+    one without an end, or if nothing like it ran here. `steps`: of each job, 0 if they are not known.
 
     Jobs of as many workers and ranks count, with an adapter or without as it. Where there are none, others are scaled
     by what earlier jobs say of the difference.
     """
     plain = spec.model_dump(mode="json")
-    steps = steps_of(plain)
     if spec.kind in ("inference", "tinker") or not steps:
         return None
-    found = [job for job in await ctx.store.jobs_of(tenant, LOOKED_AT) if job.step >= FEWEST_STEPS]
+    found = await _newest(ctx, tenant)
     like = [job for job in found if subject_of(job.spec) == subject_of(plain)]
     wanted = setup_of(plain)
     same = await _measured(ctx, [job for job in like if setup_of(job.spec) == wanted][:MOST])
     if same:
-        return _estimate_of(ctx, plain, jobs, same, 1.0, "")
+        return _estimate_of(ctx, plain, steps, jobs, same, 1.0, "")
     if not like:
         return None
     others = await _measured(ctx, [job for job in found if job.kind == spec.kind])
     chosen = await asyncio.to_thread(of_setup, others, subject_of(plain), wanted)
-    return None if chosen is None else _estimate_of(ctx, plain, jobs, *chosen)
+    return None if chosen is None else _estimate_of(ctx, plain, steps, jobs, *chosen)
+
+
+async def measured_beside(ctx: Context, spec: JobSpec, tenant: str) -> list[Measured]:
+    """Return what the newest jobs of this kind took, with any model and environment, on workers of this sort."""
+    wanted = machinery_of(spec.model_dump(mode="json"))
+    return await _measured(ctx, [job for job in await _newest(ctx, tenant) if machinery_of(job.spec) == wanted][:MOST])
+
+
+async def _newest(ctx: Context, tenant: str) -> list[JobRecord]:
+    return [job for job in await ctx.store.jobs_of(tenant, LOOKED_AT) if job.step >= FEWEST_STEPS]
 
 
 async def _measured(ctx: Context, jobs: list[JobRecord]) -> list[Measured]:
@@ -67,10 +76,9 @@ async def _measured(ctx: Context, jobs: list[JobRecord]) -> list[Measured]:
 
 
 def _estimate_of(
-    ctx: Context, plain: Mapping[str, Any], jobs: int, like: list[Measured], factor: float, scaled: str
+    ctx: Context, plain: Mapping[str, Any], steps: int, jobs: int, like: list[Measured], factor: float, scaled: str
 ) -> JobEstimate:
     """`factor`: by which their steps are longer; `scaled` says why."""
-    steps = steps_of(plain)
     done, wanted = steps * step_size(plain), setup_of(plain)
     seconds = sorted(one.seconds * done * factor for one in like)
     worker_s = jobs * median(one.worker_s * done * factor * wanted.workers / one.setup.workers for one in like)

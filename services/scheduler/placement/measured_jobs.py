@@ -55,11 +55,15 @@ class Measured(NamedTuple):
 
 def subject_of(spec: Mapping[str, Any]) -> Subject:
     environment = (spec.get("environment") or {}).get("name", "")
+    return (spec["model"]["base"], environment.partition("@")[0], *machinery_of(spec))
+
+
+def machinery_of(spec: Mapping[str, Any]) -> Subject:
+    """Return what round figures of a spec go by, beside the sizes of its model and its steps."""
     trainer = (spec.get("train") or {}).get("learner")
     engine = (spec.get("rollout") or {}).get("engine")
     uses_gpus = bool(spec["resources"].get("trainer_gpus")), spec["resources"].get("rollout_gpus") or 0
-    what = spec["kind"], spec["model"]["base"], environment.partition("@")[0], trainer, engine
-    return (*what, *uses_gpus, bool(spec.get("policies")))
+    return (spec["kind"], trainer, engine, *uses_gpus, bool(spec.get("policies")))
 
 
 def setup_of(spec: Mapping[str, Any]) -> Setup:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -9,9 +11,11 @@ import pytest
 
 from opentinker.cli.planning.validate import in_words
 from opentinker.services.scheduler.http import validate
+from opentinker.services.scheduler.jobs import data_size
 from opentinker.services.scheduler.jobs.rough_estimate import rough_estimate
 from opentinker.shared.api_types import JobEstimate, Validation
 from opentinker.shared.runtime.service import Context
+from opentinker.shared.spec import parse_spec
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobState
 from tests.support.api import fits
@@ -157,18 +161,18 @@ def test_without_a_job_like_it_round_figures_are_assumed_and_said_to_be(ctx: Con
     }
     settings = ctx.settings.model_copy(update={"price_worker_hour": 3.6, "price_currency": "EUR"})
     spec = make_spec(**trained)
-    found = rough_estimate(settings, spec, 1)
+    found = rough_estimate(settings, spec, 1, 10)
     assert found is not None and (found["like"], found["steps"]) == ([], 10)
     assert "assumed" in found["basis"] and "600 M parameters (its name) on a CPU" in found["basis"]
     assert found["worker_s"] == pytest.approx(2 * found["seconds"]), "a trainer and a rollout worker"
     assert found["cost"] == pytest.approx(found["worker_s"] / 1000) and found["currency"] == "EUR"
     tokens = spec.algorithm.group_size * spec.algorithm.groups_per_batch * spec.rollout.max_tokens
     assert found["seconds"] == pytest.approx(10 * 6 * 6e8 * 2 * tokens / 1e11), "training takes longest on a CPU"
-    larger = rough_estimate(settings, make_spec(**trained | {"train__steps": 30}), 4)
+    larger = rough_estimate(settings, spec, 4, 30)
     assert larger is not None and larger["seconds"] == pytest.approx(3 * found["seconds"])
     assert larger["worker_s"] == pytest.approx(12 * found["worker_s"])
     for unknown in ({"model__base": "some/model"}, {"rollout__engine": "toy"}, {"train__learner": "simulated"}):
-        assert rough_estimate(settings, make_spec(**trained | unknown), 1) is None
+        assert rough_estimate(settings, make_spec(**trained | unknown), 1, 10) is None
 
 
 async def test_a_validated_spec_has_a_rough_estimate_at_first(ctx: Context, store: Store) -> None:
@@ -181,3 +185,82 @@ async def test_a_validated_spec_has_a_rough_estimate_at_first(ctx: Context, stor
         like = await ran(store, spec, 1, worker_s=60.0, running_s=20.0)
         known = await estimated(ctx, spec)
     assert known is not None and known["like"] == [like], "measured times come first"
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    """Fifty rows of 400 bytes."""
+    row = orjson.dumps({"prompt": "1 + 1 = ", "completion": ""})
+    text = "x" * (400 - len(row) - 1)
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes((orjson.dumps({"prompt": "1 + 1 = ", "completion": text}) + b"\n") * 50)
+    return path
+
+
+def supervised(rows: Path, kind: str = "sft", model: str = "org/model-1b", **data: Any) -> dict[str, Any]:
+    given = {"path": str(rows), "batch_size": 8, "epochs": 2, **data}
+    if kind == "dpo":
+        given["columns"] = {"chosen": "prompt", "rejected": "completion"}
+    return {"name": "rows", "kind": kind, "model": {"base": model}, "data": given, "train": {"lr": 1e-5}}
+
+
+async def test_epochs_are_counted_by_the_rows_and_rows_by_their_bytes(ctx: Context, rows: Path) -> None:
+    found = await estimated(ctx, supervised(rows))
+    assert found is not None and found["steps"] == 13, "100 rows, 8 at a time"
+    assert found["seconds"] == pytest.approx(13 * 8 * 100 * 6 * 1e9 / 1e11), "rows of 400 bytes have about 100 tokens"
+    assert "rows of 100 tokens" in found["basis"] and found["basis"].startswith("assumed")
+    held_back = await estimated(ctx, supervised(rows, validation=0.2, max_length=50))
+    assert held_back is not None and (held_back["steps"], "rows of 50 tokens" in held_back["basis"]) == (10, True)
+    pairs = await estimated(ctx, supervised(rows, kind="dpo"))
+    assert pairs is not None and pairs["seconds"] == pytest.approx(found["seconds"] * 2 * 8 / 6), "and a reference"
+    assert await estimated(ctx, supervised(Path("owner/rows"))) is None, "only the trainer reads data sets of a hub"
+
+
+def test_a_large_file_is_taken_to_go_on_as_it_begins(rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_size, "READ_BYTES", 4000)
+    spec = parse_spec(supervised(rows))
+    assert data_size.planned_steps(spec) == 13
+    packed = rows.with_suffix(".jsonl.gz")
+    packed.write_bytes(gzip.compress(rows.read_bytes()))
+    assert data_size.planned_steps(parse_spec(supervised(packed))) == 0, "how much follows is not known"
+    monkeypatch.undo()
+    assert data_size.planned_steps(parse_spec(supervised(packed))) == 13
+    rows.write_text("")
+    assert data_size.planned_steps(spec) == 0
+
+
+async def test_round_figures_are_corrected_by_what_jobs_with_other_models_took(
+    ctx: Context, store: Store, rows: Path
+) -> None:
+    def spec_with(model: str) -> dict[str, Any]:
+        return parse_spec(supervised(rows, model=model)).model_dump(mode="json")
+
+    by_figures = 8 * 100 * 6 * 1e9 / 1e11
+    for number, longer in enumerate((2.0, 3.0, 5.0), 1):
+        spent = STEPS * by_figures * longer
+        await ran(store, spec_with("org/other-1b"), number, worker_s=spent, running_s=spent)
+    found = await estimated(ctx, spec_with("org/model-2b"))
+    assert found is not None and found["like"] == []
+    assert found["seconds"] == pytest.approx(13 * 2 * by_figures * 3), "twice the parameters"
+    assert (found["seconds_low"], found["seconds_high"]) == pytest.approx((52 * by_figures, 130 * by_figures))
+    assert found["basis"].endswith(
+        "; times 3, for 3 other jobs of its kind took 2 to 5 times as long as by such figures"
+    )
+    assert found["worker_s"] == pytest.approx(found["seconds"])
+
+
+async def test_an_evaluation_plays_as_many_episodes_at_once_as_it_has_places(ctx: Context) -> None:
+    evaluated = {
+        "name": "exam", "kind": "eval", "model": {"base": "org/model-1b", "chat_template": "plain"},
+        "environment": {"name": "copy_digits"}, "evaluation": {"episodes": 30},
+        "rollout": {"max_tokens": 100, "max_concurrent_groups": 4}, "resources": {"rollout_workers": 2},
+    }  # fmt: skip
+    found = await estimated(ctx, evaluated)
+    assert found is not None and found["steps"] == 30
+    token_s = 0.01 + 4 * 1e9 / 1e10
+    assert found["seconds"] == pytest.approx(4 * 100 * token_s), "30 episodes, 8 at once"
+    toy = {**evaluated["rollout"], "engine": "toy", "toy": {"seconds_per_token": 0.01}}
+    simulated = await estimated(ctx, {**evaluated, "rollout": toy})
+    assert simulated is not None and simulated["basis"].startswith("simulated, for no job like it")
+    assert simulated["seconds"] == pytest.approx(4.0) and simulated["worker_s"] == pytest.approx(8.0)
+    assert await estimated(ctx, {**evaluated, "rollout": {**toy, "toy": {}}}) is None, "its tokens take no time"
