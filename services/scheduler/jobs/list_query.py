@@ -21,6 +21,9 @@ EQUAL: dict[str, Callable[[ListRow], str]] = {
     "owner": lambda row: row.key,
 }
 """Filters by one value, and what of a row it is compared with."""
+NAME_IS = "name_is"
+EXACT: dict[str, Callable[[ListRow], str]] = {NAME_IS: lambda row: row.name, **EQUAL}
+"""The same, with that by the whole name: `name` finds a part of it."""
 
 
 def _folded(name: str, row: ListRow) -> tuple[bool, str]:
@@ -96,7 +99,7 @@ class ListQuery(NamedTuple):
     @classmethod
     def of(cls, query: Mapping[str, str], what: Listed = JOBS) -> ListQuery:
         """Raises SpecError."""
-        for name in ("search", "name", "notes", "tag", *EQUAL):
+        for name in ("search", "name", "notes", "tag", *EXACT):
             if len(query.get(name, "")) > LONGEST:
                 raise SpecError.of(name, query[name][:100], f"must be {LONGEST} characters at most")
         states, sort = _parts(query.get("state", "")), query.get("sort", "created")
@@ -108,7 +111,7 @@ class ListQuery(NamedTuple):
         if sort.removeprefix("-") not in what.orders:
             known = ", ".join(what.orders)
             raise SpecError.of("sort", sort[:100], f"must be one of {known}, reversed by a leading -")
-        equal = tuple((name, query[name]) for name in EQUAL if query.get(name))
+        equal = tuple((name, query[name]) for name in EXACT if query.get(name))
         words = tuple(query.get("search", "").lower().split())
         name, notes = (query.get(field, "").casefold() for field in ("name", "notes"))
         return cls(states, kinds, name, notes, equal, _parts(query.get("tag", "")), words, sort)
@@ -129,7 +132,7 @@ class ListQuery(NamedTuple):
             and (not self.kinds or row.kind in self.kinds)
             and self.name in row.name.casefold()
             and self.notes in row.notes.casefold()
-            and all(EQUAL[name](row) == value for name, value in self.equal)
+            and all(EXACT[name](row) == value for name, value in self.equal)
             and self.tags <= set(row.tags)
             and (not self.words or all(word in _text(row) for word in self.words))
         )

@@ -127,6 +127,10 @@ async def test_jobs_have_projects_tags_and_notes(client: AsyncClient, on: list[s
     assert "must be one of created" in (await run("jobs", "--sort", "colour", *on)).stderr
 
 
+async def test_the_status_of_a_server_elsewhere_begins_with_its_workers(client: AsyncClient, on: list[str]) -> None:
+    assert (await run("status", *on)).stdout.splitlines()[0].startswith("workers: ")
+
+
 async def test_a_job_is_shown_shortly_unless_all_is_asked_for(client: AsyncClient, on: list[str]) -> None:
     id = (await client.submit(make_spec(name="mine")))["id"]
     short, full = (await run("job", id, *on)).stdout, (await run("job", id, "--full", *on)).stdout

@@ -47,6 +47,8 @@ async def listed(http: Http, query: str) -> str:
         ("state=cancelled", "c"),
         ("state=cancelled,queued&tag=baseline", "cba"),
         ("kind=rl&name=d", "D"),
+        ("name_is=D", "D"),
+        ("name_is=d", ""),
         ("search=MATHS seed", "a"),
         ("search=two try", "a"),
         ("search=nothing", ""),

@@ -52,18 +52,26 @@ export function viewOf(query: string): ListView {
 
 /** What differs from the list as it is first shown. */
 export function queryOf(view: ListView): string {
-  const query = filterOf({ labels: view.labels, search: "" });
+  const query = valuesOf(view.labels);
   if (view.search) query.set("search", view.search);
   if (view.sort !== FIRST_SORT) query.set("sort", view.sort);
   if (view.by) query.set("by", view.by);
   return `${query}`;
 }
 
-/** The filters as the API takes them. */
-export function filterOf({ labels, search }: Pick<ListView, "labels" | "search">): URLSearchParams {
+function valuesOf(labels: Label[]): URLSearchParams {
   const query = new URLSearchParams(labels.filter(([name]) => name !== "tag"));
   const tags = labels.filter(([name]) => name === "tag").map(([, tag]) => tag);
   if (tags.length) query.set("tag", tags.join(","));
+  return query;
+}
+
+/** The filters as the API takes them, whose `name` is a part of one. */
+export function filterOf({ labels, search }: Pick<ListView, "labels" | "search">): URLSearchParams {
+  const query = valuesOf(labels);
+  const name = query.get("name");
+  query.delete("name");
+  if (name) query.set("name_is", name);
   if (search.trim()) query.set("search", search.trim());
   return query;
 }

@@ -64,6 +64,7 @@ def _show(data_dir: Path, url: str | None, print_found: Callable[[Any], None] | 
     else:
         if running:
             _show_processes(state, data_dir)
+            say("")
         if server is not None:
             _show_cluster(state["cluster"])
     return running or url is not None
@@ -135,9 +136,8 @@ def _show_processes(state: dict[str, Any], data_dir: Any) -> None:
 
 def _show_cluster(found: dict[str, Any]) -> None:
     if found["error"]:
-        say(f"\nno answer from the server: {found['error']}")
+        say(f"no answer from the server: {found['error']}")
         return
-    say("")
     if found["workers"] is not None:
         said = [f"{pool} {n['running']} ({n['leased']} leased)" for pool, n in found["workers"].items()]
         say(f"workers: {', '.join(said) or 'none'}")

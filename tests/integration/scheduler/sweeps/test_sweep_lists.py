@@ -66,6 +66,11 @@ async def test_sweeps_are_counted_by_a_property_as_jobs_are(http: Http, ctx: Con
 
     assert await counted("by=tag") == [("base", 2), ("", 1), ("odd", 1)]
     assert await counted("by=name&state=running") == [("two", 2)]
+    await made(http, name="two more")
+    assert (await listed(http, "name=two"), await listed(http, "name_is=two")) == (
+        ["two more", "two", "two"],
+        ["two", "two"],
+    )
     assert await counted("by=state&project=maths") == [("cancelled", 1), ("running", 1)]
     for query, field in (("by=colour", "by"), ("state=queued", "state")):
         status, body = await http("GET", f"/v1/sweeps/groups?{query}")
