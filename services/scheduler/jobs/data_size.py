@@ -19,7 +19,7 @@ BYTES_PER_TOKEN = 4
 
 
 class Rows(NamedTuple):
-    count: int
+    number: int
     """0: not known, of a large compressed file."""
     mean_bytes: float
 
@@ -53,7 +53,7 @@ def planned_steps(spec: JobSpec) -> int:
     if steps or data is None or data.epochs is None:
         return steps
     rows = rows_in(data, READ_BYTES)
-    if rows is None or not rows.count:
+    if rows is None or not rows.number:
         return 0
-    held_back = round(rows.count * data.validation) if isinstance(data.validation, float) else 0
-    return -(-data.epochs * max(1, rows.count - held_back) // data.batch_size)
+    held_back = round(rows.number * data.validation) if isinstance(data.validation, float) else 0
+    return -(-data.epochs * max(1, rows.number - held_back) // data.batch_size)

@@ -250,7 +250,7 @@ async def test_round_figures_are_corrected_by_what_jobs_with_other_models_took(
 
 
 async def test_an_evaluation_plays_as_many_episodes_at_once_as_it_has_places(ctx: Context) -> None:
-    evaluated = {
+    evaluated: dict[str, Any] = {
         "name": "exam", "kind": "eval", "model": {"base": "org/model-1b", "chat_template": "plain"},
         "environment": {"name": "copy_digits"}, "evaluation": {"episodes": 30},
         "rollout": {"max_tokens": 100, "max_concurrent_groups": 4}, "resources": {"rollout_workers": 2},
