@@ -25,7 +25,7 @@ from typing import Any
 from loadtest.support.machine import Others, verdict
 from opentinker.cli.planning.schedules import Pace, step_seconds
 from opentinker.shared.spec import JobSpec, parse_spec
-from opentinker.shared.spec.schedules import ScheduleName, max_opponent_lag
+from opentinker.shared.spec.matches.schedules import ScheduleName, max_opponent_lag
 from opentinker.shared.types.core import part_id
 from tests.support.cluster import toy_cluster
 

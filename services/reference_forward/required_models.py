@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.spec.policies import spec_of
+from opentinker.shared.spec.matches.policies import spec_of
 from opentinker.shared.types.manifest import start_of
 
 REFERENCE = "reference"

@@ -25,7 +25,7 @@ from opentinker.shared.nn.models import load_model, load_tokenizer, load_value_m
 from opentinker.shared.nn.packing import pack
 from opentinker.shared.nn.vision import mark_image_tokens
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.spec.policies import spec_of
+from opentinker.shared.spec.matches.policies import spec_of
 from opentinker.shared.types.core import F32
 from opentinker.shared.types.errors import JobFailed
 from opentinker.shared.types.trajectories import Group

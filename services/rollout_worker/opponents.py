@@ -20,7 +20,7 @@ from opentinker.services.rollout_worker.episode_protocol import EpisodeFailed
 from opentinker.services.rollout_worker.seat_map import LoadedPolicy
 from opentinker.shared.asyncio_tools import finish_uncancelled
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.spec.pools import pool_player
+from opentinker.shared.spec.matches.pools import pool_player
 from opentinker.shared.types.core import Ending, WeightVersion
 from opentinker.shared.types.pools import members_of
 

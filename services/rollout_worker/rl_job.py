@@ -41,7 +41,7 @@ from opentinker.shared.runtime.telemetry import MetricSource
 from opentinker.shared.runtime.timeline import Lanes
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.frozen_models import is_scored
-from opentinker.shared.spec.pools import pool_player
+from opentinker.shared.spec.matches.pools import pool_player
 from opentinker.shared.spec.tree_sampling import is_tree
 from opentinker.shared.state.admission import Admission
 from opentinker.shared.state.circuits import DOWN, Circuits, circuit_key

@@ -31,8 +31,8 @@ from opentinker.shared.security.egress import Egress
 from opentinker.shared.security.model_keys import key_problem, read_model_keys
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.engines import EnginePolicy, engine_policies, engines
-from opentinker.shared.spec.policies import frozen_spec_of, pool_spec_of, spec_of
-from opentinker.shared.spec.seats import all_players, urls_in
+from opentinker.shared.spec.matches.policies import frozen_spec_of, pool_spec_of, spec_of
+from opentinker.shared.spec.matches.seats import all_players, urls_in
 from opentinker.shared.types.core import Lease
 from opentinker.shared.types.errors import JobFailed, SpecError
 

@@ -11,8 +11,8 @@ from opentinker.services.rollout_worker.engines.base import Engine
 from opentinker.services.rollout_worker.renderer import Renderer
 from opentinker.services.rollout_worker.url_player import UrlPlayer
 from opentinker.shared.spec import JobSpec, SeatSpec
-from opentinker.shared.spec.pools import pool_player
-from opentinker.shared.spec.seats import bots_of, opposed, player_at, rotated
+from opentinker.shared.spec.matches.pools import pool_player
+from opentinker.shared.spec.matches.seats import bots_of, opposed, player_at, rotated
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class SeatMap:
         return self._with(rotated(list(self._seats), list(self._seats.values()), group + sample))
 
     def opposed(self, policy: str, opponent: SeatSpec, place: int) -> SeatMap:
-        """Return the seats of an evaluation of a policy, see `shared.spec.seats.opposed`."""
+        """Return the seats of an evaluation of a policy, see `shared.spec.matches.seats.opposed`."""
         return self._with(opposed(self._seats, policy, opponent, place))
 
     def against(self, members: Mapping[str, LoadedPolicy]) -> SeatMap:

@@ -12,7 +12,7 @@ from opentinker.services.trainer.supervised_loop import SupervisedJob
 from opentinker.shared.asyncio_tools import cancel_and_wait, finish_uncancelled
 from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.spec.policies import spec_of
+from opentinker.shared.spec.matches.policies import spec_of
 from opentinker.shared.types.core import Lease
 
 

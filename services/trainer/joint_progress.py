@@ -13,8 +13,8 @@ from pathlib import Path
 
 from opentinker.shared.evaluation.job_ratings import JobRatings
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.spec.policies import spec_of
-from opentinker.shared.spec.schedules import Rule, rule_of
+from opentinker.shared.spec.matches.policies import spec_of
+from opentinker.shared.spec.matches.schedules import Rule, rule_of
 from opentinker.shared.types.core import WeightVersion
 from opentinker.shared.types.manifest import Manifest
 from opentinker.shared.types.trajectories import Group

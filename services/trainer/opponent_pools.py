@@ -23,7 +23,7 @@ from opentinker.shared.asyncio_tools import finish_uncancelled
 from opentinker.shared.evaluation.job_ratings import JobRatings
 from opentinker.shared.evaluation.pool_draws import GrowthRule, grow_pool, win_rate
 from opentinker.shared.spec import PoolSpec
-from opentinker.shared.spec.pools import pool_player
+from opentinker.shared.spec.matches.pools import pool_player
 from opentinker.shared.state.admission import Admission
 from opentinker.shared.types.core import WeightVersion
 from opentinker.shared.types.errors import JobFailed

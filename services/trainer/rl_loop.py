@@ -38,8 +38,8 @@ from opentinker.shared.messaging.subjects import GROUP, ROLLOUTS
 from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.runtime.service import first_failure
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.spec.pools import pools_of
-from opentinker.shared.spec.schedules import kept_groups, max_opponent_lag
+from opentinker.shared.spec.matches.pools import pools_of
+from opentinker.shared.spec.matches.schedules import kept_groups, max_opponent_lag
 from opentinker.shared.state.admission import Admission
 from opentinker.shared.types.core import Discard, Lease, WeightVersion
 from opentinker.shared.types.errors import JobFailed

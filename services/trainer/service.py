@@ -20,7 +20,7 @@ from opentinker.services.trainer.shared_service import serve_shared
 from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.spec.policies import spec_of
+from opentinker.shared.spec.matches.policies import spec_of
 from opentinker.shared.types.core import Lease, Pool, parts_of
 from opentinker.shared.types.errors import Conflict, Fenced, NotFound
 

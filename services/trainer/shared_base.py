@@ -25,7 +25,7 @@ from opentinker.shared.runtime.memory import memory_bytes
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.engines import MAX_SHARED_RANK, bank_of
-from opentinker.shared.spec.policies import spec_of
+from opentinker.shared.spec.matches.policies import spec_of
 from opentinker.shared.types.core import Lease
 from opentinker.shared.types.errors import JobFailed, OpenTinkerError
 

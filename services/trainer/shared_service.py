@@ -17,7 +17,7 @@ from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.runtime.service import Context, first_failure
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.engines import bank_of
-from opentinker.shared.spec.policies import spec_of
+from opentinker.shared.spec.matches.policies import spec_of
 from opentinker.shared.types.core import Lease, Pool
 from opentinker.shared.types.errors import JobFailed, OpenTinkerError
 

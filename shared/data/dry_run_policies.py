@@ -10,8 +10,8 @@ from opentinker.shared.data.model_files import parameters_in
 from opentinker.shared.durable_files import local_path
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.engines import engines
+from opentinker.shared.spec.matches.policies import spec_of
 from opentinker.shared.spec.model import ModelSpec
-from opentinker.shared.spec.policies import spec_of
 
 TRAINED_BYTES = 16
 """Bytes in the trainer per trained parameter: weights, gradient, two moments, in float32; with bfloat16 weights and

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import get_args
 
-from opentinker.shared.spec.pools import PoolRule
+from opentinker.shared.spec.matches.pools import PoolRule
 
 Rule = PoolRule
 UNKNOWN = 0.5

@@ -25,10 +25,7 @@ from opentinker.shared.spec.frozen_models import (
     settle_frozen,
 )
 from opentinker.shared.spec.labels import DisplayName, Notes, Project, Tags
-from opentinker.shared.spec.model import LoraSpec, ModelSpec
-from opentinker.shared.spec.near import with_suggestions
-from opentinker.shared.spec.notify import MAX_NOTIFY, NotifySpec
-from opentinker.shared.spec.policies import (
+from opentinker.shared.spec.matches.policies import (
     MatchSpec,
     PolicySpec,
     right_policies,
@@ -37,9 +34,19 @@ from opentinker.shared.spec.policies import (
     too_many_policies,
     with_job_settings,
 )
-from opentinker.shared.spec.pools import MAX_POOLS, PoolName, PoolSpec, unknown_pools
+from opentinker.shared.spec.matches.pools import MAX_POOLS, PoolName, PoolSpec, unknown_pools
+from opentinker.shared.spec.matches.seats import (
+    MAX_POLICIES,
+    MAX_SEATS,
+    PolicyName,
+    SeatName,
+    SeatSpec,
+    unknown_policies,
+)
+from opentinker.shared.spec.model import LoraSpec, ModelSpec
+from opentinker.shared.spec.near import with_suggestions
+from opentinker.shared.spec.notify import MAX_NOTIFY, NotifySpec
 from opentinker.shared.spec.rollout import MAX_OPEN_GROUPS, NO_ENVIRONMENT, EnvironmentSpec, RolloutSpec, ToySpec
-from opentinker.shared.spec.seats import MAX_POLICIES, MAX_SEATS, PolicyName, SeatName, SeatSpec, unknown_policies
 from opentinker.shared.spec.serving import AdapterSpec, ServingSpec, settle_serving
 from opentinker.shared.spec.start import StartSpec
 from opentinker.shared.spec.tinker import TinkerSpec, settle_tinker

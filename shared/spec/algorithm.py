@@ -8,7 +8,7 @@ from pydantic import Field
 
 from opentinker.shared.spec import algorithm_parts
 from opentinker.shared.spec.base import Coefficient, Count, Factor, Fraction, SpecPart, Tokens
-from opentinker.shared.spec.seat_lists import SeatLists, settle_lists
+from opentinker.shared.spec.matches.seat_lists import SeatLists, settle_lists
 from opentinker.shared.types.mistakes import fill, mistake
 
 MAX_EPISODES = 1_048_576

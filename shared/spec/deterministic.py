@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from opentinker.shared.spec.policies import spec_of
-from opentinker.shared.spec.seats import all_players
+from opentinker.shared.spec.matches.policies import spec_of
+from opentinker.shared.spec.matches.seats import all_players
 from opentinker.shared.types.mistakes import mistake
 
 if TYPE_CHECKING:

@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from opentinker.shared.spec.matches.policies import pool_spec_of, spec_of
+from opentinker.shared.spec.matches.pools import pool_player
+from opentinker.shared.spec.matches.seats import all_players, frozen_in
 from opentinker.shared.spec.model import ModelSpec
-from opentinker.shared.spec.policies import pool_spec_of, spec_of
-from opentinker.shared.spec.pools import pool_player
 from opentinker.shared.spec.rollout import AdapterServing
-from opentinker.shared.spec.seats import all_players, frozen_in
 from opentinker.shared.spec.train import engine_ranks
 from opentinker.shared.types.mistakes import mistake
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from opentinker.shared.spec.base import SpecPart, Steps, Tokens
-from opentinker.shared.spec.pools import PoolName
-from opentinker.shared.spec.seats import MODEL_NAME_CHARACTERS, PLAYERS, PolicyName, SeatSpec
+from opentinker.shared.spec.matches.pools import PoolName
+from opentinker.shared.spec.matches.seats import MODEL_NAME_CHARACTERS, PLAYERS, PolicyName, SeatSpec
 from opentinker.shared.spec.serving import nothing_trained
 from opentinker.shared.types.match_results import BOT
 from opentinker.shared.types.mistakes import Mistake, mistake, unused

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from opentinker.shared.spec.base import SpecPart
-from opentinker.shared.spec.seats import MAX_POLICIES, PolicyName
+from opentinker.shared.spec.matches.seats import MAX_POLICIES, PolicyName
 from opentinker.shared.types.mistakes import fill, mistake
 
 if TYPE_CHECKING:
     from opentinker.shared.spec import AlgorithmSpec, JobSpec
-    from opentinker.shared.spec.policies import PolicySpec
+    from opentinker.shared.spec.matches.policies import PolicySpec
 
 
 class TeacherSpec(SpecPart):

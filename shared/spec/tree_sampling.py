@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from opentinker.shared.spec.algorithm import AlgorithmSpec
 from opentinker.shared.spec.algorithm_parts import TREE_SAMPLED
+from opentinker.shared.spec.matches.seat_lists import list_of
 from opentinker.shared.spec.rollout import ELSEWHERE
-from opentinker.shared.spec.seat_lists import list_of
 from opentinker.shared.types.env_protocol import MAX_CANDIDATES
 from opentinker.shared.types.mistakes import mistake
 

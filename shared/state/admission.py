@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import orjson
 
-from opentinker.shared.spec.schedules import Gate
+from opentinker.shared.spec.matches.schedules import Gate
 from opentinker.shared.state.group_ledger import ENTRIES, Ledger
 from opentinker.shared.state.redis_script import Script, read_field, read_hashes
 from opentinker.shared.state.staleness import ISSUE, MAX_OPEN

@@ -3,8 +3,8 @@
 The bound (AReaL, arXiv 2505.24298 eq. 3, counted in groups): a group may start only while
     trained + pending + running < (max_staleness + version + 1) * groups_per_batch
 holds for the job's policy. In a job with several policies a group is one match, each policy counts it separately, and
-the bound must hold for the policies that gate. Among those with steps left, the job's schedule (`spec/schedules.py`)
-lets these gate:
+the bound must hold for the policies that gate. Among those with steps left, the job's schedule
+(`spec/matches/schedules.py`) lets these gate:
     all         each of them
     fastest     those whose served version stands for the most groups
     turn        the first of those that have had the fewest turns, a turn being a number of steps

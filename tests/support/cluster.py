@@ -33,7 +33,7 @@ from opentinker.shared.api_types import Job
 from opentinker.shared.messaging.permissions import OPERATOR
 from opentinker.shared.runtime.parent_death import hold_command
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.spec.policies import spec_of
+from opentinker.shared.spec.matches.policies import spec_of
 from opentinker.shared.state.admission import admission_of
 from opentinker.shared.state.group_ledger import Ledger
 from opentinker.shared.state.store import Store

@@ -18,7 +18,7 @@ from opentinker.shared.data.model_files import parameters_in
 from opentinker.shared.runtime.gpus import used_bytes
 from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.spec.policies import spec_of
+from opentinker.shared.spec.matches.policies import spec_of
 from opentinker.shared.spec.train import engine_ranks
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import Gpu, Lease, Pool, WorkerInfo

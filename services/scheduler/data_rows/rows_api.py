@@ -29,7 +29,7 @@ from opentinker.shared.messaging.bus import NoResponders
 from opentinker.shared.messaging.subjects import ENV_ROWS, SANDBOX_ROWS
 from opentinker.shared.security.authorization import Action
 from opentinker.shared.spec import JobSpec, parse_spec
-from opentinker.shared.spec.policies import spec_of
+from opentinker.shared.spec.matches.policies import spec_of
 from opentinker.shared.types.core import JobRecord
 from opentinker.shared.types.env_protocol import SERVED, EnvRows, EnvRowsReply, is_url
 from opentinker.shared.types.errors import Conflict, JobFailed, NotFound, SpecError

@@ -18,7 +18,7 @@ from typing import Any
 import orjson
 
 from opentinker.shared.evaluation.outcomes import GAMES, OUTCOME_NAMES, outcomes_of
-from opentinker.shared.spec.seats import PLAYERS
+from opentinker.shared.spec.matches.seats import PLAYERS
 from opentinker.shared.types.errors import NotFound
 from opentinker.shared.types.manifest import name_of, short_list
 

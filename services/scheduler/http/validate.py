@@ -35,8 +35,8 @@ from opentinker.shared.messaging.env_client import EnvClient
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.security.authorization import Action
 from opentinker.shared.spec import JobSpec, ModelSpec, parse_spec
+from opentinker.shared.spec.matches.seats import bots_of
 from opentinker.shared.spec.rollout import ELSEWHERE
-from opentinker.shared.spec.seats import bots_of
 from opentinker.shared.spec.sweeps.children import SubmittedSpec, Sweep, parse_sweep
 from opentinker.shared.types.core import StopReason
 from opentinker.shared.types.env_protocol import OpenSession, Policy, SeatAction, SessionReply, StepSession

@@ -17,7 +17,7 @@ from opentinker.shared.messaging.subjects import ENV_CHECK, SANDBOX_CHECK, SERVE
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import EnvironmentSpec, JobSpec, ValidationSpec
 from opentinker.shared.spec.evaluation import validation_episodes
-from opentinker.shared.spec.seats import SeatTable, bots_of, mistakes_in_seats, opposed
+from opentinker.shared.spec.matches.seats import SeatTable, bots_of, mistakes_in_seats, opposed
 from opentinker.shared.spec.tree_sampling import is_tree
 from opentinker.shared.types.codec import WireError
 from opentinker.shared.types.core import Pool

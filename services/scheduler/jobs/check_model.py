@@ -22,7 +22,7 @@ from opentinker.shared.durable_files import local_path, not_on_hub
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec, ModelSpec
 from opentinker.shared.spec.engines import SHARED
-from opentinker.shared.spec.seats import MAX_POLICIES
+from opentinker.shared.spec.matches.seats import MAX_POLICIES
 from opentinker.shared.spec.train import engine_ranks
 from opentinker.shared.types.core import Pool
 from opentinker.shared.types.mistakes import written

@@ -20,7 +20,7 @@ from opentinker.shared.security.egress import Egress
 from opentinker.shared.security.model_keys import key_problem, read_model_keys
 from opentinker.shared.spec import JobSpec, ModelSpec, SeatSpec
 from opentinker.shared.spec.evaluation import MAX_OPPONENTS, TWICE, OpponentSpec
-from opentinker.shared.spec.seats import MAX_SEATS, all_players
+from opentinker.shared.spec.matches.seats import MAX_SEATS, all_players
 from opentinker.shared.spec.serving import MAX_LORA_RANK
 from opentinker.shared.spec.start import Origin
 from opentinker.shared.types.mistakes import mistake, right_parts, short, written

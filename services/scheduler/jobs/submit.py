@@ -34,8 +34,8 @@ from opentinker.shared.data.readable_paths import readable_by
 from opentinker.shared.messaging.subjects import WAKE
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec, StartSpec, parse_spec
-from opentinker.shared.spec.policies import spec_of
-from opentinker.shared.spec.seats import MAX_POLICIES
+from opentinker.shared.spec.matches.policies import spec_of
+from opentinker.shared.spec.matches.seats import MAX_POLICIES
 from opentinker.shared.state.notifications import Notifications
 from opentinker.shared.state.redis_script import UNFENCED
 from opentinker.shared.types.errors import Conflict, SpecError

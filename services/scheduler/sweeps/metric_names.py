@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from opentinker.shared.spec.policies import OWN_METRICS
+from opentinker.shared.spec.matches.policies import OWN_METRICS
 from opentinker.shared.types.mistakes import nearest
 
 SHOWN_NAMES = 12

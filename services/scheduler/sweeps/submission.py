@@ -13,7 +13,7 @@ from opentinker.services.scheduler.jobs.check_seats import AGAINST, settle_playe
 from opentinker.services.scheduler.jobs.submit import Found, Mistakes, check_references, new_id
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import parse_spec
-from opentinker.shared.spec.seats import all_players
+from opentinker.shared.spec.matches.seats import all_players
 from opentinker.shared.spec.sweeps.children import Settings, Sweep, child_of, first_of, of_parameter, parse_sweep
 from opentinker.shared.state.sweeps import SweepStore
 from opentinker.shared.types.errors import Conflict, SpecError

@@ -18,7 +18,7 @@ from opentinker.services.trainer.algorithm import advantages
 from opentinker.services.trainer.algorithm.advantages import F64
 from opentinker.services.trainer.algorithm.seats import SeatPlay, credit_groups
 from opentinker.shared.spec import AlgorithmSpec
-from opentinker.shared.spec.seat_lists import list_of
+from opentinker.shared.spec.matches.seat_lists import list_of
 from opentinker.shared.spec.tree_sampling import turn_rewards
 from opentinker.shared.types.core import F32
 from opentinker.shared.types.errors import JobFailed

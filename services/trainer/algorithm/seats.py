@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from opentinker.services.trainer.algorithm.advantages import F64
 from opentinker.shared.spec import AlgorithmSpec
-from opentinker.shared.spec.seat_lists import list_of
+from opentinker.shared.spec.matches.seat_lists import list_of
 from opentinker.shared.types.trajectories import Group, Trajectory, Turn
 
 TeamRewards = dict[tuple[int, str], tuple[str, float]]

@@ -7,7 +7,7 @@ from opentinker.shared.data.dry_run import check, model, prompt, rows
 from opentinker.shared.data.dry_run_policies import of_policies, policies
 from opentinker.shared.messaging.reply_validation import known_seats
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.spec.seats import SeatTable, mistakes_in_seats
+from opentinker.shared.spec.matches.seats import SeatTable, mistakes_in_seats
 from opentinker.shared.types.core import Message
 from opentinker.shared.types.errors import described, plural
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from opentinker.shared.spec import JobSpec, parse_spec
-from opentinker.shared.spec.policies import spec_of
+from opentinker.shared.spec.matches.policies import spec_of
 from opentinker.shared.types.core import part_id
 from opentinker.shared.types.manifest import name_of, read_manifest
 from tests.conftest import until

@@ -11,7 +11,7 @@ import pytest
 
 from opentinker.client import ApiError
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.spec.policies import spec_of
+from opentinker.shared.spec.matches.policies import spec_of
 from opentinker.shared.types.core import part_id
 from opentinker.shared.types.manifest import read_manifest
 from tests.conftest import until

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.spec.policies import spec_of
+from opentinker.shared.spec.matches.policies import spec_of
 from opentinker.shared.types.core import part_id
 from tests.support.cluster import Cluster, Toys
 from tests.support.lineage import Line, lineage

@@ -24,7 +24,7 @@ from opentinker.shared.messaging.bus import Bus, StreamFull
 from opentinker.shared.messaging.reply_validation import failure
 from opentinker.shared.messaging.subjects import GROUP, GROUPS, SWAP, TICKETS, Subject
 from opentinker.shared.spec import parse_spec
-from opentinker.shared.spec.policies import spec_of
+from opentinker.shared.spec.matches.policies import spec_of
 from opentinker.shared.state.circuits import DOWN, Circuits, circuit_key
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import Ending, Message, WeightVersion

@@ -8,7 +8,7 @@ from opentinker.services.rollout_worker.engines.base import Completion, EngineEr
 from opentinker.services.rollout_worker.seat_map import LoadedPolicy
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.spec import parse_spec
-from opentinker.shared.spec.policies import spec_of
+from opentinker.shared.spec.matches.policies import spec_of
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import Message
 from opentinker.shared.types.env_protocol import OpenSession, SeatPrompt, SessionReply, StepSession

@@ -18,7 +18,7 @@ from opentinker.services.scheduler.artifacts.archiver import used_by
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.subjects import ENV_CHECK
 from opentinker.shared.runtime.service import Context
-from opentinker.shared.spec.seats import MAX_SEATS
+from opentinker.shared.spec.matches.seats import MAX_SEATS
 from opentinker.shared.spec.serving import MAX_ADAPTERS
 from opentinker.shared.state.store import Store
 from opentinker.shared.state.sweeps import SweepStore

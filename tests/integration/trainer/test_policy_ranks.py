@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from opentinker.services.trainer.distributed.multi_rank_learner import MultiRankRlLearner
-from opentinker.shared.spec.policies import spec_of
+from opentinker.shared.spec.matches.policies import spec_of
 from tests.integration.trainer.test_ranks import Pair
 from tests.support.learning import random_groups, torch_spec
 

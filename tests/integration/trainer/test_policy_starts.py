@@ -12,7 +12,7 @@ from opentinker.services.trainer.job_reporter import JobReporter
 from opentinker.services.trainer.learners.rl import RlLearner
 from opentinker.services.trainer.resume import resume
 from opentinker.shared.runtime.service import Context
-from opentinker.shared.spec.policies import spec_of
+from opentinker.shared.spec.matches.policies import spec_of
 from opentinker.shared.types.core import JobState, Lease, Pool
 from opentinker.shared.types.manifest import Manifest, start_of
 from tests.conftest import NewContext

@@ -17,8 +17,8 @@ from loadtest.schedules import rates
 from opentinker.services.trainer.batch.assembler import Assembler
 from opentinker.services.trainer.joint_progress import JointProgress
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.spec.policies import spec_of
-from opentinker.shared.spec.schedules import kept_groups, max_opponent_lag
+from opentinker.shared.spec.matches.policies import spec_of
+from opentinker.shared.spec.matches.schedules import kept_groups, max_opponent_lag
 from opentinker.shared.state.admission import Admission
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import Discard, WeightVersion

@@ -9,8 +9,8 @@ import pytest
 
 from opentinker.services.trainer.algorithm.credit_assignment import assign
 from opentinker.shared.spec import parse_spec
-from opentinker.shared.spec.policies import spec_of
-from opentinker.shared.spec.seats import SeatTable, mistakes_in_seats
+from opentinker.shared.spec.matches.policies import spec_of
+from opentinker.shared.spec.matches.seats import SeatTable, mistakes_in_seats
 from tests.support.factories import group_of, trajectory_of
 from tests.support.playing import sit
 

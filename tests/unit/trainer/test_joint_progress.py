@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from opentinker.services.trainer.joint_progress import JointProgress
-from opentinker.shared.spec.schedules import Rule
+from opentinker.shared.spec.matches.schedules import Rule
 from opentinker.shared.types.core import WeightVersion
 
 

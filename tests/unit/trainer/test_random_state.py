@@ -10,7 +10,7 @@ import torch
 
 from opentinker.services.trainer.learners.rl import RlLearner
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.spec.policies import spec_of
+from opentinker.shared.spec.matches.policies import spec_of
 from tests.support.factories import version
 from tests.support.learning import digest, loaded, random_groups, torch_spec
 

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from opentinker.shared.data.pipeline_simulation import Pools, Work, predict
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.spec.policies import spec_of
-from opentinker.shared.spec.schedules import ScheduleName, rule_of
+from opentinker.shared.spec.matches.policies import spec_of
+from opentinker.shared.spec.matches.schedules import ScheduleName, rule_of
 
 
 class Pace(NamedTuple):

@@ -8,7 +8,7 @@ import pytest
 
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.spec.frozen_models import is_scored
-from opentinker.shared.spec.policies import spec_of
+from opentinker.shared.spec.matches.policies import spec_of
 from opentinker.shared.types.core import JobRecord, JobState
 from tests.unit.shared.spec.signalling_job import BASE, refused
 

@@ -8,8 +8,8 @@ import pytest
 
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.spec.engines import engine_policies
-from opentinker.shared.spec.policies import frozen_spec_of
-from opentinker.shared.spec.seats import MAX_POLICIES, all_players, urls_in
+from opentinker.shared.spec.matches.policies import frozen_spec_of
+from opentinker.shared.spec.matches.seats import MAX_POLICIES, all_players, urls_in
 from tests.unit.shared.spec.signalling_job import BASE, refused
 
 OLD = "j-0123456789@7"

@@ -11,9 +11,9 @@ import pytest
 from opentinker.shared.spec import parse_spec
 from opentinker.shared.spec.algorithm_parts import GROUP_BASELINES
 from opentinker.shared.spec.frozen_models import is_scored
-from opentinker.shared.spec.policies import OWN_METRICS, spec_of, with_job_settings
-from opentinker.shared.spec.schedules import Rule, kept_groups, max_opponent_lag, rule_of
-from opentinker.shared.spec.seats import MAX_POLICIES
+from opentinker.shared.spec.matches.policies import OWN_METRICS, spec_of, with_job_settings
+from opentinker.shared.spec.matches.schedules import Rule, kept_groups, max_opponent_lag, rule_of
+from opentinker.shared.spec.matches.seats import MAX_POLICIES
 from tests.unit.shared.spec.signalling_job import BASE, refused
 
 METRICS_PAGE = Path(__file__).parents[4] / "docs" / "metrics.md"

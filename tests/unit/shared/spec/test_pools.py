@@ -13,8 +13,8 @@ from opentinker.sdk.http import ApiError
 from opentinker.services.rollout_worker.seat_map import SeatMap
 from opentinker.shared.spec import parse_spec
 from opentinker.shared.spec.engines import engines
-from opentinker.shared.spec.policies import pool_spec_of
-from opentinker.shared.spec.pools import MAX_POOLS, pool_player, pools_in, pools_of
+from opentinker.shared.spec.matches.policies import pool_spec_of
+from opentinker.shared.spec.matches.pools import MAX_POOLS, pool_player, pools_in, pools_of
 from opentinker.shared.types.errors import SpecError
 from opentinker.shared.types.trajectories import Group
 from tests.support.factories import group_of, make_trajectory, refusals

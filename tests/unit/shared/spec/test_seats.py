@@ -9,9 +9,9 @@ import pytest
 
 from opentinker.shared.spec import JobSpec, SeatSpec, parse_spec
 from opentinker.shared.spec.evaluation import OpponentSpec
-from opentinker.shared.spec.policies import frozen_spec_of
-from opentinker.shared.spec.seat_lists import MAX_ENTRIES, list_of
-from opentinker.shared.spec.seats import (
+from opentinker.shared.spec.matches.policies import frozen_spec_of
+from opentinker.shared.spec.matches.seat_lists import MAX_ENTRIES, list_of
+from opentinker.shared.spec.matches.seats import (
     MAX_MISTAKES,
     MAX_POLICIES,
     SeatTable,

@@ -13,8 +13,8 @@ from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field
 from opentinker.shared.security.egress import Egress, EgressRefused
 from opentinker.shared.spec.algorithm_parts import GROUP_BASELINES
 from opentinker.shared.spec.base import Count, SpecPart
+from opentinker.shared.spec.matches.pools import PoolName, pool_player, pools_in
 from opentinker.shared.spec.model import ModelSpec
-from opentinker.shared.spec.pools import PoolName, pool_player, pools_in
 from opentinker.shared.spec.start import SavedCheckpoint
 from opentinker.shared.types.mistakes import (
     Mistake,

@@ -11,10 +11,10 @@ from pydantic import Field, TypeAdapter, ValidationError
 from opentinker.shared.spec.algorithm import AlgorithmSpec
 from opentinker.shared.spec.base import Ranks, SpecPart, Steps
 from opentinker.shared.spec.frozen_models import TeacherSpec, ValueModelSpec, frozen_models_of
+from opentinker.shared.spec.matches.pools import settle_pools
+from opentinker.shared.spec.matches.schedules import DEFAULT_GROWTH, ScheduleName, settle_schedule, steps_may_differ
+from opentinker.shared.spec.matches.seats import MAX_POLICIES, PolicyName, all_players, seat_mistakes
 from opentinker.shared.spec.model import ModelSpec
-from opentinker.shared.spec.pools import settle_pools
-from opentinker.shared.spec.schedules import DEFAULT_GROWTH, ScheduleName, settle_schedule, steps_may_differ
-from opentinker.shared.spec.seats import MAX_POLICIES, PolicyName, all_players, seat_mistakes
 from opentinker.shared.spec.start import StartSpec
 from opentinker.shared.spec.train import TrainSpec
 from opentinker.shared.types.core import POLICY_TABLES

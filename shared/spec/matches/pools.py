@@ -16,7 +16,7 @@ from opentinker.shared.types.mistakes import Mistake, mistake
 
 if TYPE_CHECKING:
     from opentinker.shared.spec import JobSpec
-    from opentinker.shared.spec.seats import SeatSpec
+    from opentinker.shared.spec.matches.seats import SeatSpec
 
 PoolRule = Literal["uniform", "pfsp_hard", "pfsp_even"]
 PoolName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,31}$")]
