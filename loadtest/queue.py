@@ -22,7 +22,8 @@ import structlog
 from loadtest.support.machine import Meter, keep, met
 from opentinker.services.scheduler.placement.reconciler import Reconciler
 from opentinker.shared.state.store import Store
-from opentinker.shared.types.core import JobState, Pool, WorkerInfo
+from opentinker.shared.types.core import JobState, Pool
+from opentinker.shared.types.workers import WorkerInfo
 from tests.conftest import Server, start_nats, start_valkey
 from tests.support.factories import make_spec
 from tests.support.scheduling import context

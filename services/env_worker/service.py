@@ -43,7 +43,7 @@ from opentinker.shared.runtime.telemetry import Reporter
 from opentinker.shared.runtime.timeline import LanesByJob
 from opentinker.shared.runtime.worker_info import worker_info
 from opentinker.shared.security.egress import Egress
-from opentinker.shared.types.core import Ending, Pool, WorkerInfo
+from opentinker.shared.types.core import Ending, Pool
 from opentinker.shared.types.env_protocol import (
     REMOTE,
     EnvCheck,
@@ -54,6 +54,7 @@ from opentinker.shared.types.env_protocol import (
     SessionReply,
 )
 from opentinker.shared.types.errors import SpecError
+from opentinker.shared.types.workers import WorkerInfo
 
 QUEUE = "env"
 BLOCKED_TTLS = 2

@@ -19,9 +19,10 @@ from opentinker.services.rollout_worker.engines.base import Engine, EngineError,
 from opentinker.shared.asyncio_tools import cancel_and_wait
 from opentinker.shared.runtime.timeline import Lanes
 from opentinker.shared.state.store import Store
-from opentinker.shared.types.core import WeightVersion, WorkerInfo
+from opentinker.shared.types.core import WeightVersion
 from opentinker.shared.types.errors import Fenced, NotFound
 from opentinker.shared.types.swap import Probe, SwapCommand, SwapReply
+from opentinker.shared.types.workers import WorkerInfo
 
 log = structlog.get_logger()
 

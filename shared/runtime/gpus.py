@@ -10,7 +10,7 @@ from typing import Any
 
 import structlog
 
-from opentinker.shared.types.core import Gpu
+from opentinker.shared.types.workers import Gpu
 
 log = structlog.get_logger()
 

@@ -26,7 +26,7 @@ from opentinker.shared.runtime.tracing import trace_id
 from opentinker.shared.runtime.worker_info import worker_info
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.state.usage import metered
-from opentinker.shared.types.core import JobState, Lease, Pool, WorkerInfo
+from opentinker.shared.types.core import JobState, Lease, Pool
 from opentinker.shared.types.errors import (
     Conflict,
     Fenced,
@@ -36,6 +36,7 @@ from opentinker.shared.types.errors import (
     RestartNeeded,
     SpecError,
 )
+from opentinker.shared.types.workers import WorkerInfo
 
 log = structlog.get_logger()
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
-from opentinker.shared.types.core import Heartbeat
+from opentinker.shared.types.workers import Heartbeat
 
 
 class HeartbeatWatch:

@@ -10,7 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from opentinker.shared.types.core import Pool, WorkerInfo
+from opentinker.shared.types.core import Pool
+from opentinker.shared.types.workers import WorkerInfo
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 

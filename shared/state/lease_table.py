@@ -25,8 +25,9 @@ import msgspec
 from opentinker.shared.state.redis_script import LED_BY_ANOTHER, UNFENCED, LeadersScript, Script
 from opentinker.shared.state.usage import DAY_S, DAYS
 from opentinker.shared.types import codec
-from opentinker.shared.types.core import Heartbeat, Lease, WorkerInfo
+from opentinker.shared.types.core import Lease
 from opentinker.shared.types.errors import Conflict, Fenced
+from opentinker.shared.types.workers import Heartbeat, WorkerInfo
 
 CHARGED_AT_MOST_S = 10.0
 """Seconds charged per count: the leading scheduler counts every two seconds. A longer interval, because no scheduler

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from opentinker.shared.types.core import JobState, WorkerInfo
+from opentinker.shared.types.core import JobState
+from opentinker.shared.types.workers import WorkerInfo
 from tests.conftest import until
 from tests.samples.row_samples import chat_model, copies, row_spec, write_rows
 from tests.support.cluster import ROOT, Cluster, shared_fixture, toy_model

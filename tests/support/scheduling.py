@@ -29,7 +29,8 @@ from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.subjects import Subject
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.store import Store
-from opentinker.shared.types.core import Gpu, JobState, Lease, Pool, WorkerInfo
+from opentinker.shared.types.core import JobState, Lease, Pool
+from opentinker.shared.types.workers import Gpu, WorkerInfo
 from tests.conftest import Server, soon, until
 from tests.support.api import OPERATOR_FILE, Http, bearing
 from tests.support.factories import make_spec

@@ -21,8 +21,9 @@ from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.matches.policies import spec_of
 from opentinker.shared.spec.train import engine_ranks
 from opentinker.shared.state.store import Store
-from opentinker.shared.types.core import Gpu, Lease, Pool, WorkerInfo
+from opentinker.shared.types.core import Lease, Pool
 from opentinker.shared.types.errors import JobFailed
+from opentinker.shared.types.workers import Gpu, WorkerInfo
 
 log = structlog.get_logger()
 

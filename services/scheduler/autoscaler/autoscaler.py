@@ -44,7 +44,8 @@ from opentinker.shared.asyncio_tools import every_despite
 from opentinker.shared.backoff import exponential_delay_s
 from opentinker.shared.config import Settings
 from opentinker.shared.runtime.service import Context
-from opentinker.shared.types.core import JobState, Pool, WorkerInfo
+from opentinker.shared.types.core import JobState, Pool
+from opentinker.shared.types.workers import WorkerInfo
 
 log = structlog.get_logger()
 

@@ -26,8 +26,9 @@ from opentinker.shared.runtime import launched_processes
 from opentinker.shared.runtime.gpus import ORDER, VISIBLE, pin_of, shares, visible
 from opentinker.shared.security.secrets import AWS
 from opentinker.shared.settings_sources import PREFIX
-from opentinker.shared.types.core import Gpu, Pool
+from opentinker.shared.types.core import Pool
 from opentinker.shared.types.errors import SpecError
+from opentinker.shared.types.workers import Gpu
 
 MODULES = {Pool.TRAINER: "trainer", Pool.ROLLOUT: "rollout_worker"}
 USERS = {Pool.TRAINER: TRAINER, Pool.ROLLOUT: ROLLOUT}

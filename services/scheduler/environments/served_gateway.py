@@ -43,9 +43,10 @@ from opentinker.shared.runtime.service import Context
 from opentinker.shared.runtime.telemetry import REGISTRY
 from opentinker.shared.security.authorization import Action
 from opentinker.shared.types import codec
-from opentinker.shared.types.core import Pool, WorkerInfo
+from opentinker.shared.types.core import Pool
 from opentinker.shared.types.env_protocol import AWAY_S, SERVED, SERVED_WORKER
 from opentinker.shared.types.errors import SpecError
+from opentinker.shared.types.workers import WorkerInfo
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 MAX_PROCESSES = 1000

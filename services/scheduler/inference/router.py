@@ -39,8 +39,9 @@ from opentinker.shared.runtime.service import Context
 from opentinker.shared.single_flight import SingleFlight
 from opentinker.shared.state.store import Store
 from opentinker.shared.types import codec
-from opentinker.shared.types.core import JobRecord, JobState, WorkerInfo
+from opentinker.shared.types.core import JobRecord, JobState
 from opentinker.shared.types.errors import Conflict, NotFound
+from opentinker.shared.types.workers import WorkerInfo
 
 log = structlog.get_logger()
 

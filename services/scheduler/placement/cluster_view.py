@@ -35,8 +35,9 @@ from opentinker.services.scheduler.placement.types import (
 from opentinker.shared.runtime.leased_worker import RELEASE_TIMEOUT_S
 from opentinker.shared.spec.frozen_models import is_scored
 from opentinker.shared.tenant_limits import TenantLimits
-from opentinker.shared.types.core import JobRecord, JobState, Lease, Pool, WorkerInfo
+from opentinker.shared.types.core import JobRecord, JobState, Lease, Pool
 from opentinker.shared.types.env_protocol import SERVED
+from opentinker.shared.types.workers import WorkerInfo
 
 MAX_RETRY_S = 60.0
 """A job that lost workers waits no longer before the next try."""

@@ -16,7 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from opentinker.services.scheduler.placement.types import ANY_RANKS, LEASED, NO_GPUS, Gpus, Need, PlannedJob
 from opentinker.shared.runtime.gpus import nearest
-from opentinker.shared.types.core import Gpu, Pool
+from opentinker.shared.types.core import Pool
+from opentinker.shared.types.workers import Gpu
 
 ANY = Need()
 NONE: frozenset[str] = frozenset()

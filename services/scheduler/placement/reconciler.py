@@ -63,9 +63,10 @@ from opentinker.shared.asyncio_tools import sleep, wait_event
 from opentinker.shared.messaging.subjects import WAKE
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.redis_script import UNFENCED
-from opentinker.shared.types.core import HELD, JobRecord, JobState, Lease, Pool, WorkerInfo
+from opentinker.shared.types.core import HELD, JobRecord, JobState, Lease, Pool
 from opentinker.shared.types.errors import Conflict, NotFound
 from opentinker.shared.types.trainer_group import RankShare
+from opentinker.shared.types.workers import WorkerInfo
 
 log = structlog.get_logger()
 

@@ -6,7 +6,8 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 
 from opentinker.services.scheduler.placement.trainer_groups import shared_need
 from opentinker.services.scheduler.placement.types import Need
-from opentinker.shared.types.core import ENDLESS, JobRecord, JobState, Lease, Pool, WorkerInfo
+from opentinker.shared.types.core import ENDLESS, JobRecord, JobState, Lease, Pool
+from opentinker.shared.types.workers import WorkerInfo
 
 UNCLEAR = "?"
 """Base of a process in transition: no job needs it."""

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 from opentinker.services.scheduler.placement.types import GB, Gpus, Need
 from opentinker.shared.spec.engines import bank_of
-from opentinker.shared.types.core import Lease, WorkerInfo
+from opentinker.shared.types.core import Lease
 from opentinker.shared.types.trainer_group import RankShare
+from opentinker.shared.types.workers import WorkerInfo
 
 
 class Shape(NamedTuple):

@@ -28,9 +28,10 @@ from opentinker.shared.asyncio_tools import wait_event
 from opentinker.shared.backoff import exponential_delay_s
 from opentinker.shared.messaging.subjects import WAKE
 from opentinker.shared.runtime.service import Context
-from opentinker.shared.types.core import Lease, WeightVersion, WorkerInfo
+from opentinker.shared.types.core import Lease, WeightVersion
 from opentinker.shared.types.errors import JobFailed, TransportError
 from opentinker.shared.types.swap import SIMULATED, SwapReply, Transport
+from opentinker.shared.types.workers import WorkerInfo
 
 if TYPE_CHECKING:
     from opentinker.shared.nn.transport import WeightGroup

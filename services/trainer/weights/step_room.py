@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import Collection, Sequence
 
 from opentinker.services.trainer.weights.swap_requests import PING_S, SwapCalls, SwapFailure
-from opentinker.shared.types.core import WorkerInfo
 from opentinker.shared.types.swap import SwapReply
+from opentinker.shared.types.workers import WorkerInfo
 
 Failures = list[tuple[WorkerInfo, SwapFailure]]
 

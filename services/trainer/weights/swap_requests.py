@@ -20,8 +20,9 @@ from opentinker.shared.messaging.subjects import SWAP
 from opentinker.shared.runtime.liveness import HeartbeatWatch
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.types.codec import WireError
-from opentinker.shared.types.core import Lease, WorkerInfo
+from opentinker.shared.types.core import Lease
 from opentinker.shared.types.swap import SwapCommand, SwapReply
+from opentinker.shared.types.workers import WorkerInfo
 
 T = TypeVar("T")
 

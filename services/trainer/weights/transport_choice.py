@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from opentinker.shared.types.core import WorkerInfo
 from opentinker.shared.types.swap import Transport
+from opentinker.shared.types.workers import WorkerInfo
 
 
 class Place(NamedTuple):

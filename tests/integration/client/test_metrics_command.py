@@ -18,7 +18,8 @@ from opentinker.envs.registry import BUILT_IN
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.subjects import METRIC
 from opentinker.shared.state.store import Store
-from opentinker.shared.types.core import JobState, Pool, WorkerInfo
+from opentinker.shared.types.core import JobState, Pool
+from opentinker.shared.types.workers import WorkerInfo
 from tests.conftest import until
 from tests.integration.client.test_cli import environ, typed
 from tests.support.api import OPERATOR, SPEC

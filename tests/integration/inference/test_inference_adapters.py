@@ -28,8 +28,9 @@ from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.state.store import Store
-from opentinker.shared.types.core import JobState, Lease, Message, Pool, WorkerInfo
+from opentinker.shared.types.core import JobState, Lease, Message, Pool
 from opentinker.shared.types.manifest import start_of
+from opentinker.shared.types.workers import WorkerInfo
 from tests.conftest import WAIT_S, Server, until
 from tests.integration.inference.test_sleeping import asleep, ran
 from tests.support.api import refused, write_checkpoint

@@ -20,7 +20,8 @@ from opentinker.shared.messaging.streaming import Send
 from opentinker.shared.openai.inference import GenerateChunk, GenerateRequest
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.store import Store
-from opentinker.shared.types.core import JobRecord, Pool, WorkerInfo
+from opentinker.shared.types.core import JobRecord, Pool
+from opentinker.shared.types.workers import WorkerInfo
 from tests.conftest import WAIT_S, Server, soon, until
 from tests.support.inference import HELLO, Site, collected, site_of
 from tests.support.scheduling import context, scheduler

@@ -13,8 +13,9 @@ import pytest
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.env_client import EnvClient
 from opentinker.shared.state.store import Store
-from opentinker.shared.types.core import StopReason, WorkerInfo
+from opentinker.shared.types.core import StopReason
 from opentinker.shared.types.env_protocol import OpenSession, SessionReply, StepSession
+from opentinker.shared.types.workers import WorkerInfo
 from tests.conftest import Server, until
 from tests.support.cluster import PYTHONPATH
 from tests.support.service_forks import Fork, fork_server

@@ -20,9 +20,10 @@ from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.env_client import EnvClient
 from opentinker.shared.messaging.subjects import ENV_CHECK, TIMELINE
 from opentinker.shared.state.store import Store
-from opentinker.shared.types.core import Ending, Pool, StopReason, ToolCall, WorkerInfo
+from opentinker.shared.types.core import Ending, Pool, StopReason, ToolCall
 from opentinker.shared.types.env_protocol import EnvCheck, SessionReply, StepSession, owner_of
 from opentinker.shared.types.telemetry import TimelinePart
+from opentinker.shared.types.workers import WorkerInfo
 from tests.conftest import WAIT_S, Server, until
 from tests.integration.rollout_worker.env_workers import Workers, client, guess, opening, workers
 from tests.support.cluster import PYTHONPATH

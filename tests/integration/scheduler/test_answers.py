@@ -27,9 +27,10 @@ from opentinker.shared.runtime.telemetry import MetricSource
 from opentinker.shared.spec import EvaluationSpec
 from opentinker.shared.state.store import Store
 from opentinker.shared.state.usage import UsageStore
-from opentinker.shared.types.core import Ending, Gpu, JobState, Message, WeightVersion
+from opentinker.shared.types.core import Ending, JobState, Message, WeightVersion
 from opentinker.shared.types.evaluation import EvalResult
 from opentinker.shared.types.telemetry import LogLine, Segment, TimelinePart
+from opentinker.shared.types.workers import Gpu
 from tests.conftest import until
 from tests.integration.trainer.test_rollout_log import talk
 from tests.samples.row_samples import row_spec

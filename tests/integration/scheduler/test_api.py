@@ -13,7 +13,8 @@ from opentinker.shared.runtime.service import Context
 from opentinker.shared.runtime.telemetry import REGISTRY, MetricSource
 from opentinker.shared.state.admission import Admission
 from opentinker.shared.state.store import Store
-from opentinker.shared.types.core import JobState, Pool, WorkerInfo
+from opentinker.shared.types.core import JobState, Pool
+from opentinker.shared.types.workers import WorkerInfo
 from tests.conftest import WAIT_S, Server, free_port, until, wait_port
 from tests.support.api import SPEC, Http, bearing, mistakes, read_events
 from tests.support.scheduling import new_job, scheduler_process

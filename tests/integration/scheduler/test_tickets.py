@@ -16,8 +16,9 @@ from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.admission import Admission
 from opentinker.shared.state.redis_script import UNFENCED
 from opentinker.shared.state.store import Store
-from opentinker.shared.types.core import Ending, JobState, Pool, Ticket, WorkerInfo
+from opentinker.shared.types.core import Ending, JobState, Pool, Ticket
 from opentinker.shared.types.pools import PoolRecord
+from opentinker.shared.types.workers import WorkerInfo
 from tests.conftest import WAIT_S, Server, soon, until
 from tests.support.factories import make_group, make_ticket
 from tests.support.scheduling import context, kinds, new_job, running

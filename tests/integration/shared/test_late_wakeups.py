@@ -23,10 +23,11 @@ from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.state.admission import Admission
-from opentinker.shared.types.core import Discard, JobState, Lease, Pool, WeightVersion, WorkerInfo
+from opentinker.shared.types.core import Discard, JobState, Lease, Pool, WeightVersion
 from opentinker.shared.types.errors import Fenced
 from opentinker.shared.types.manifest import Manifest
 from opentinker.shared.types.swap import SIMULATED, SwapCommand
+from opentinker.shared.types.workers import WorkerInfo
 from tests.conftest import WAIT_S, NewContext, soon, until
 from tests.integration.trainer.test_supervised import Student, rows, spec_of
 from tests.support.factories import make_group, make_spec, not_called

@@ -12,8 +12,9 @@ import pytest
 
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.state.store import Store
-from opentinker.shared.types.core import JobState, Lease, Pool, WorkerInfo
+from opentinker.shared.types.core import JobState, Lease, Pool
 from opentinker.shared.types.errors import Fenced, JobFailed, OpenTinkerError
+from opentinker.shared.types.workers import WorkerInfo
 from tests.conftest import WAIT_S, soon, until
 from tests.integration.shared.lease_bench import Bench, at_the_bench
 from tests.support.factories import make_spec

@@ -7,7 +7,8 @@ import msgspec
 from opentinker.services.scheduler.placement.cluster_view import Cluster, Overdue
 from opentinker.services.scheduler.placement.types import ClusterView, Rules
 from opentinker.shared.runtime.leased_worker import RELEASE_TIMEOUT_S
-from opentinker.shared.types.core import Lease, Pool, WorkerInfo
+from opentinker.shared.types.core import Lease, Pool
+from opentinker.shared.types.workers import WorkerInfo
 
 DRAIN_S = 20.0
 

@@ -15,7 +15,8 @@ from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.subjects import WAKE
 from opentinker.shared.runtime.reexec import below
 from opentinker.shared.state.store import Store
-from opentinker.shared.types.core import JobState, Lease, Pool, WorkerInfo
+from opentinker.shared.types.core import JobState, Lease, Pool
+from opentinker.shared.types.workers import WorkerInfo
 from tests.conftest import Server, until
 from tests.integration.shared.test_service import Process
 from tests.support.listening import runs

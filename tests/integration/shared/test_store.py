@@ -13,8 +13,9 @@ import pytest
 
 from opentinker.shared.state.admission import Admission
 from opentinker.shared.state.store import Store
-from opentinker.shared.types.core import JobState, Lease, Pool, WorkerInfo
+from opentinker.shared.types.core import JobState, Lease, Pool
 from opentinker.shared.types.errors import Conflict, Fenced, NotFound
+from opentinker.shared.types.workers import WorkerInfo
 from tests.conftest import WAIT_S, Server, start_valkey, until
 
 SPEC: dict[str, Any] = {"name": "n", "kind": "rl", "model": {"base": "m"}, "train": {"steps": 3}}

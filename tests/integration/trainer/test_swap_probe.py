@@ -19,8 +19,9 @@ from opentinker.services.trainer.mismatch_alarm import MismatchAlarm
 from opentinker.shared.nn.buckets import unpack
 from opentinker.shared.spec import ToySpec
 from opentinker.shared.state.store import Store
-from opentinker.shared.types.core import Pool, WeightVersion, WorkerInfo
+from opentinker.shared.types.core import Pool, WeightVersion
 from opentinker.shared.types.swap import SIMULATED, SwapCommand, SwapReply
+from opentinker.shared.types.workers import WorkerInfo
 from tests.conftest import soon, until
 from tests.support.factories import group_of, make_spec, trajectory_of
 from tests.support.learning import plain_logprobs, random_groups, torch_learner

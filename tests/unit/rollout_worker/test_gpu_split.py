@@ -27,8 +27,9 @@ from opentinker.services.rollout_worker.run_lease import Loader
 from opentinker.shared.data.gpu_memory import CONTEXT_BYTES
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.spec.engines import EnginePolicy
-from opentinker.shared.types.core import Gpu, Lease, Pool, WorkerInfo
+from opentinker.shared.types.core import Lease, Pool
 from opentinker.shared.types.errors import JobFailed
+from opentinker.shared.types.workers import Gpu, WorkerInfo
 
 GB = 1_000_000_000
 TOTAL = 80 * GB

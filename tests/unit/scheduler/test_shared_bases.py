@@ -15,7 +15,8 @@ from opentinker.services.scheduler.placement.trainer_groups import group_of
 from opentinker.services.scheduler.placement.types import AddTrainers, Gpus, Need, PlacementPlan, Preempt, Rules, Start
 from opentinker.shared.runtime.worker_info import worker_info
 from opentinker.shared.spec.engines import bank_of
-from opentinker.shared.types.core import JobRecord, JobState, Lease, Pool, WorkerInfo
+from opentinker.shared.types.core import JobRecord, JobState, Lease, Pool
+from opentinker.shared.types.workers import WorkerInfo
 from tests.samples.row_samples import row_spec
 from tests.unit.scheduler.placing import TRAINER, held, job, planned, started
 

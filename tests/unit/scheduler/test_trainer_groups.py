@@ -21,7 +21,8 @@ from opentinker.services.scheduler.placement.trainer_groups import (
 from opentinker.services.scheduler.placement.types import AddTrainers, Gpus, Need, Preempt, Requeue, Rules, Start
 from opentinker.services.scheduler.placement.worker_watch import WorkerWatch
 from opentinker.shared.runtime.worker_info import worker_info
-from opentinker.shared.types.core import Gpu, JobRecord, JobState, Lease, Pool
+from opentinker.shared.types.core import JobRecord, JobState, Lease, Pool
+from opentinker.shared.types.workers import Gpu
 from tests.support.factories import make_spec
 from tests.unit.scheduler.placing import NOW, TRAINER, held, job, planned, started
 

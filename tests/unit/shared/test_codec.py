@@ -12,14 +12,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from opentinker.shared.messaging import subjects
-from opentinker.shared.types import core, telemetry, trajectories
+from opentinker.shared.types import core, telemetry, trajectories, workers
 from opentinker.shared.types.codec import WireError, decode, encode, from_json, to_json
 from tests.support.factories import make_group
 
 NOUNS = [
-    kind for module in (core, trajectories, telemetry) for _, kind in inspect.getmembers(module, inspect.isclass)
+    kind
+    for module in (core, workers, trajectories, telemetry)
+    for _, kind in inspect.getmembers(module, inspect.isclass)
     if issubclass(kind, msgspec.Struct) and kind.__module__ == module.__name__
-]  # fmt: skip
+]
 BINARY = {trajectories.Trajectory, trajectories.Group}
 """Nouns with arrays: msgpack only."""
 small = st.integers(-(2**40), 2**40)

@@ -14,7 +14,7 @@ from opentinker.local.up import Plan, service_specs
 from opentinker.services.scheduler.placement.gpu_matching import described
 from opentinker.services.scheduler.placement.types import NO_GPUS, Gpus
 from opentinker.shared.runtime import gpus
-from opentinker.shared.types.core import Gpu
+from opentinker.shared.types.workers import Gpu
 
 
 class NvmlError(Exception):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from opentinker.shared.runtime.liveness import HeartbeatWatch
-from opentinker.shared.types.core import Heartbeat, Pool
+from opentinker.shared.types.core import Pool
+from opentinker.shared.types.workers import Heartbeat
 
 
 class Clock:

@@ -20,8 +20,8 @@ from opentinker.shared.data.model_families import (
 )
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.store import Store
-from opentinker.shared.types.core import Gpu
 from opentinker.shared.types.errors import JobFailed, SpecError
+from opentinker.shared.types.workers import Gpu
 from tests.support.api import Http
 from tests.support.factories import make_spec
 from tests.support.scheduling import Workers

@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from opentinker.services.trainer.weights.transport_choice import Place, place_of, transports
 from opentinker.shared.nn.collective_link import NCCL_INTERFACE, CollectiveLink
-from opentinker.shared.types.core import Gpu, Pool, WorkerInfo
+from opentinker.shared.types.core import Pool
+from opentinker.shared.types.workers import Gpu, WorkerInfo
 
 ONE, TWO = "GPU-1", "GPU-2"
 

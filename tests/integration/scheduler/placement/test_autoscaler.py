@@ -27,8 +27,9 @@ from opentinker.shared.settings_sources import load_settings
 from opentinker.shared.spec import parse_spec
 from opentinker.shared.state.store import Store
 from opentinker.shared.tenant_limits import TenantLimits
-from opentinker.shared.types.core import Gpu, JobState, Pool, WorkerInfo
+from opentinker.shared.types.core import JobState, Pool
 from opentinker.shared.types.errors import SpecError
+from opentinker.shared.types.workers import Gpu, WorkerInfo
 from tests.conftest import NewContext
 from tests.support.scheduling import Workers, new_job
 

@@ -16,7 +16,8 @@ from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.lease_table import CHARGED_AT_MOST_S
 from opentinker.shared.state.store import Store
 from opentinker.shared.state.usage import UsageStore
-from opentinker.shared.types.core import JobState, Lease, Pool, WorkerInfo
+from opentinker.shared.types.core import JobState, Lease, Pool
+from opentinker.shared.types.workers import WorkerInfo
 from tests.conftest import Server, until
 from tests.support.scheduling import context, kinds, new_job
 from tests.unit.shared.test_liveness import Clock

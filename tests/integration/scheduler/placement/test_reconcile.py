@@ -19,7 +19,8 @@ from opentinker.shared.spec import JobSpec
 from opentinker.shared.state.artifacts import ArtifactEntry, ArtifactIndex
 from opentinker.shared.state.store import Store
 from opentinker.shared.state.usage import UsageStore
-from opentinker.shared.types.core import Gpu, JobState, Lease, Pool
+from opentinker.shared.types.core import JobState, Lease, Pool
+from opentinker.shared.types.workers import Gpu
 from tests.conftest import NewContext, until
 from tests.integration.scheduler.placement.reconciling import (
     has_lease,

@@ -13,7 +13,8 @@ from opentinker.services.scheduler.jobs.submit import submit
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.runtime.worker_info import worker_info
 from opentinker.shared.spec.engines import base_of
-from opentinker.shared.types.core import Pool, WorkerInfo
+from opentinker.shared.types.core import Pool
+from opentinker.shared.types.workers import WorkerInfo
 from tests.samples.row_samples import chat_model, copies, row_spec, write_rows
 
 LORA = {"lora": {"rank": 4}}

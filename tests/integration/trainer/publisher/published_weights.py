@@ -19,8 +19,9 @@ from opentinker.services.trainer.weights.publisher import Publisher
 from opentinker.shared.messaging.subjects import SWAP
 from opentinker.shared.nn.buckets import snapshot
 from opentinker.shared.runtime.service import Context
-from opentinker.shared.types.core import Lease, Pool, WeightVersion, WorkerInfo
+from opentinker.shared.types.core import Lease, Pool, WeightVersion
 from opentinker.shared.types.swap import SwapCommand, SwapReply
+from opentinker.shared.types.workers import WorkerInfo
 from tests.conftest import WAIT_S, until
 from tests.support.factories import version
 from tests.support.scheduling import running

@@ -16,8 +16,9 @@ import pytest_asyncio
 from opentinker.shared.messaging.bus import NoReply
 from opentinker.shared.messaging.subjects import SWAP
 from opentinker.shared.runtime.service import Context
-from opentinker.shared.types.core import Lease, Pool, WeightVersion, WorkerInfo
+from opentinker.shared.types.core import Lease, Pool, WeightVersion
 from opentinker.shared.types.swap import SwapCommand
+from opentinker.shared.types.workers import WorkerInfo
 from tests.conftest import soon, until
 from tests.integration.trainer.publisher.published_weights import BRIEF_S, LARGE, REAL, FakeWorker, training
 from tests.support.cluster import PYTHONPATH, Process, toy_model

@@ -13,9 +13,9 @@ from opentinker.services.rollout_worker.engines.base import SwapError
 from opentinker.services.trainer.weights import publisher
 from opentinker.services.trainer.weights.swap_requests import SwapFailure
 from opentinker.shared.runtime.service import Context
-from opentinker.shared.types.core import WorkerInfo
 from opentinker.shared.types.errors import JobFailed
 from opentinker.shared.types.swap import SwapCommand, SwapReply
+from opentinker.shared.types.workers import WorkerInfo
 from tests.conftest import WAIT_S, soon, until
 from tests.integration.trainer.publisher.published_weights import BRIEF_S, FAKE, FakeWorker, Trainer, takes, training
 from tests.support.factories import version
