@@ -13,10 +13,10 @@ from opentinker.shared.spec import algorithm_parts
 from opentinker.shared.spec.algorithm import AlgorithmSpec
 from opentinker.shared.spec.artifacts import ArtifactSpec, settle_best, settle_kept
 from opentinker.shared.spec.base import SpecPart
-from opentinker.shared.spec.data import FORMATS, DataSpec, DpoSpec
+from opentinker.shared.spec.data import DataSpec, DpoSpec, settle_supervised
 from opentinker.shared.spec.deterministic import broken_promises, cannot_rewind
 from opentinker.shared.spec.engines import settle_lora, settle_shared
-from opentinker.shared.spec.evaluation import PREFIX, EvaluationSpec, ValidationSpec, contradictions, settle_evaluation
+from opentinker.shared.spec.evaluation import EvaluationSpec, ValidationSpec, contradictions, settle_evaluation
 from opentinker.shared.spec.frozen_models import (
     RewardModelSpec,
     TeacherSpec,
@@ -131,8 +131,6 @@ EXAMPLES = {
     "start.from": 'from = "j-0123456789@latest"',
 }
 """Example lines of TOML for required settings."""
-TARGETS = {"sft": {"accuracy"}, "dpo": {"rewards/accuracy", "rewards/margin"}}
-"""Metrics that grow as the job learns."""
 
 
 class JobSpec(SpecPart):
@@ -248,7 +246,9 @@ class JobSpec(SpecPart):
             found = self._untaught_tools() + settle_evaluation(self) + settle_policies(self) + settle_lora(self)
             return found + settle_kept(self.kind, self.artifacts) + settle_gpus(self) + settle_shared(self)
         if self.kind != "rl":
-            return self._settle_supervised()
+            evaluated = self.data is not None and self.data.validation is not None
+            found = settle_supervised(self) + cannot_rewind(self) + settle_best(self.artifacts, evaluated=evaluated)
+            return found + settle_shared(self) + settle_parallel(self)
         found = self._settle_learning() + ([] if self.policies else settle_parallel(self))
         for name in self.policies:
             found += self._settle_policy(name)
@@ -304,35 +304,6 @@ class JobSpec(SpecPart):
             return []
         problem = "need a chat template that tells the model of them: model.chat_template is 'plain'"
         return [mistake("environment.tools", len(self.environment.tools), problem)]
-
-    def _settle_supervised(self) -> list[dict[str, Any]]:
-        found: list[tuple[str, Any, str]] = []
-        by = f"does not apply to kind = {self.kind!r}"
-        if self.train.learner != "torch":
-            found.append(("train.learner", self.train.learner, by))
-        if self.model.train_vision:
-            found.append(("model.train_vision", True, f"{by}: rows show no images"))
-        for name, usual in (("rollout_workers", 1), ("rollout_gpus", 0)):
-            if (value := getattr(self.resources, name)) != usual:
-                found.append((f"resources.{name}", value, f"{by}: nothing is generated"))
-        targets = set(TARGETS[self.kind])
-        evaluated = self.data is not None and self.data.validation is not None
-        if evaluated:
-            targets |= {f"{PREFIX}{name}" for name in targets}
-        if odd := sorted(self.train.target.keys() - targets):
-            may = ", ".join(sorted(targets))
-            found.append(("train.target", self.train.target, f"{', '.join(odd)}: a target may name {may}"))
-        if self.data is not None:
-            if self.data.format is not None and self.data.format not in FORMATS[self.kind]:
-                may = " or ".join(FORMATS[self.kind])
-                found.append(("data.format", self.data.format, f"{by}, which takes {may}"))
-            if self.kind == "dpo" and self.data.mask != "completion":
-                found.append(("data.mask", self.data.mask, f"{by}: completions are compared"))
-        if self.kind == "dpo" and not found:
-            fill(self, {"dpo": self.dpo or DpoSpec()})
-        mistakes = [mistake(*one) for one in found] + cannot_rewind(self)
-        mistakes += settle_best(self.artifacts, evaluated=evaluated) + settle_shared(self)
-        return mistakes + settle_parallel(self)
 
     def _settle_overlong(self) -> list[dict[str, Any]]:
         """Overlong shaping takes its lengths from `rollout.max_tokens`."""

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
 from opentinker.shared.spec.base import Count, Factor, SpecPart, Steps, Tokens
-from opentinker.shared.types.mistakes import mistake
+from opentinker.shared.spec.evaluation import PREFIX
+from opentinker.shared.types.mistakes import fill, mistake
+
+if TYPE_CHECKING:
+    from opentinker.shared.spec import JobSpec
 
 Format = Literal["messages", "prompt_completion", "preference"]
 COLUMNS: dict[Format, tuple[str, ...]] = {
@@ -24,6 +28,8 @@ JSONL = (".jsonl", ".jsonl.gz", ".jsonl.xz")
 PARQUET = ".parquet"
 JSON = ".json"
 """A list of objects."""
+TARGETS = {"sft": {"accuracy"}, "dpo": {"rewards/accuracy", "rewards/margin"}}
+"""Metrics that grow as the job learns."""
 
 
 class DataSpec(SpecPart):
@@ -99,6 +105,34 @@ class DpoSpec(SpecPart):
         if self.loss == "ipo" and self.label_smoothing:
             return [mistake("label_smoothing", self.label_smoothing, "does not apply to 'ipo'")]
         return []
+
+
+def settle_supervised(spec: JobSpec) -> list[dict[str, Any]]:
+    """Return mistakes between [data] and the other parts of an sft or dpo job."""
+    found: list[tuple[str, Any, str]] = []
+    by = f"does not apply to kind = {spec.kind!r}"
+    if spec.train.learner != "torch":
+        found.append(("train.learner", spec.train.learner, by))
+    if spec.model.train_vision:
+        found.append(("model.train_vision", True, f"{by}: rows show no images"))
+    for name, usual in (("rollout_workers", 1), ("rollout_gpus", 0)):
+        if (value := getattr(spec.resources, name)) != usual:
+            found.append((f"resources.{name}", value, f"{by}: nothing is generated"))
+    targets = set(TARGETS[spec.kind])
+    if spec.data is not None and spec.data.validation is not None:
+        targets |= {f"{PREFIX}{name}" for name in targets}
+    if odd := sorted(spec.train.target.keys() - targets):
+        may = ", ".join(sorted(targets))
+        found.append(("train.target", spec.train.target, f"{', '.join(odd)}: a target may name {may}"))
+    if spec.data is not None:
+        if spec.data.format is not None and spec.data.format not in FORMATS[spec.kind]:
+            may = " or ".join(FORMATS[spec.kind])
+            found.append(("data.format", spec.data.format, f"{by}, which takes {may}"))
+        if spec.kind == "dpo" and spec.data.mask != "completion":
+            found.append(("data.mask", spec.data.mask, f"{by}: completions are compared"))
+    if spec.kind == "dpo" and not found:
+        fill(spec, {"dpo": spec.dpo or DpoSpec()})
+    return [mistake(*one) for one in found]
 
 
 class NoFormat(ValueError):
