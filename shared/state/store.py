@@ -20,7 +20,6 @@ Keys (`{id}` is a job id of ours):
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 import uuid
@@ -30,20 +29,13 @@ from typing import Any
 
 import msgspec
 import orjson
-import redis.asyncio as aioredis
-import structlog
-from redis.asyncio.retry import Retry
-from redis.backoff import EqualJitterBackoff
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import TimeoutError as RedisTimeoutError
-from redis.maint_notifications import MaintNotificationsConfig
 
-from opentinker.shared.asyncio_tools import await_cancellable
 from opentinker.shared.state.active_jobs import ACTIVE, ActiveJobs
 from opentinker.shared.state.idempotency import KEPT_S, job_key, other_body, sweep_key
 from opentinker.shared.state.job_scripts import CREATE, PLACE, TRANSITION, UPDATE
 from opentinker.shared.state.lease_table import LeaseTable, granted, held_by_another
 from opentinker.shared.state.list_rows import label_fields, tenants_key
+from opentinker.shared.state.redis_client import connect_redis
 from opentinker.shared.state.redis_script import (
     LED,
     LED_BY_ANOTHER,
@@ -56,23 +48,6 @@ from opentinker.shared.state.redis_script import (
 )
 from opentinker.shared.types.core import LABELS, JobRecord, JobState, Lease, split_part
 from opentinker.shared.types.errors import Conflict, Fenced, NotFound
-
-log = structlog.get_logger()
-
-CONNECTIONS = 5000
-"""Each event stream holds one connection; redis-py's default limit is 100."""
-
-
-class _Connection(aioredis.Connection):
-    """Connection that does not lose a cancellation during a write and is not reused while an unread reply is
-    outstanding."""
-
-    async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
-        try:
-            await await_cancellable(super().send_packed_command(command, check_health))
-        except asyncio.CancelledError:
-            await self.disconnect(nowait=True)
-            raise
 
 
 class Store(LeaseTable):
@@ -90,37 +65,9 @@ class Store(LeaseTable):
     @classmethod
     @asynccontextmanager
     async def connect(cls, url: str, name: str, user: str = "", password: str = "") -> AsyncIterator[Store]:
-        """Wait for the server as long as it takes; later, commands retry for half a minute before they raise. User and
-        password of the URL take precedence over the arguments."""
-        login = {"username": user or None, "password": password} if password else {}
-        client = aioredis.from_url(
-            url,
-            **login,
-            client_name=name.replace(" ", "-"),
-            decode_responses=True,
-            connection_class=_Connection,
-            maint_notifications_config=MaintNotificationsConfig(enabled=False),
-            socket_connect_timeout=3.0,
-            socket_timeout=10.0,
-            retry=Retry(EqualJitterBackoff(cap=1.0, base=0.05), 40),
-            retry_on_error=[RedisConnectionError, RedisTimeoutError, ConnectionError],
-            health_check_interval=15,
-            max_connections=CONNECTIONS,
-        )
-        try:
-            warned = False
-            while True:
-                try:
-                    await client.ping()
-                    break
-                except (RedisConnectionError, RedisTimeoutError, OSError) as error:
-                    if not warned:
-                        log.warning("redis_unreachable", error=str(error))
-                        warned = True
-                    await asyncio.sleep(0.2)
-            yield cls(client)
-        finally:
-            await client.aclose()
+        """Connect as `connect_redis` does."""
+        async with connect_redis(url, name, user, password) as redis:
+            yield cls(redis)
 
     # --- jobs ---------------------------------------------------------------------------------------------------
 
