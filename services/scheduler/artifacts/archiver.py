@@ -33,7 +33,7 @@ from opentinker.services.scheduler.artifacts import checkpoint_dir
 from opentinker.services.scheduler.artifacts.catalog import ArtifactCatalog, key_of
 from opentinker.services.scheduler.artifacts.checkpoint_dir import CheckpointView
 from opentinker.services.scheduler.artifacts.history import delete_history, write_history
-from opentinker.services.scheduler.artifacts.retention import DAY_S, CheckpointMetrics, Rule
+from opentinker.services.scheduler.artifacts.retention import DAY_S, CheckpointMetrics, Rule, used_by
 from opentinker.services.scheduler.artifacts.store import (
     CorruptCheckpoint,
     DirectoryStore,
@@ -366,22 +366,6 @@ def _retried_later(errors: tuple[type[Exception], ...] = JOB_ERRORS, **context: 
         yield
     except errors as error:
         log.warning("artifacts_deferred", **context, error=str(error))
-
-
-def used_by(active: Iterable[JobRecord]) -> dict[str, set[int]]:
-    """Steps by job that jobs which are not over begin with, serve or play against."""
-    found: dict[str, set[int]] = {}
-    for job in active:
-        start, serving = job.spec.get("start") or {}, job.spec.get("serving") or {}
-        starts = [policy.get("start") or {} for policy in job.spec.get("policies", {}).values()]
-        names = [named.get("from", "") for named in (start, *starts, *serving.get("adapters", []))]
-        players = [*job.spec.get("seats", {}).values(), *(job.spec.get("validation") or {}).get("against", [])]
-        names += [player.get("frozen") or "" for player in players]
-        for name in names:
-            source, _, step = name.partition("@")
-            if step.isdigit():
-                found.setdefault(source, set()).add(int(step))
-    return found
 
 
 def _newer(manifest: Manifest, before: Manifest) -> bool:

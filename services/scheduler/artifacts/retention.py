@@ -14,6 +14,7 @@ import orjson
 
 from opentinker.services.scheduler.artifacts.checkpoint_dir import CheckpointView
 from opentinker.shared.state.artifacts import ArtifactEntry, TrainingEvaluation
+from opentinker.shared.types.core import JobRecord
 from opentinker.shared.types.manifest import Manifest
 
 DAY_S = 86_400.0
@@ -80,6 +81,22 @@ class Rule:
             said += f" and the {self.best} with the {'lowest' if self.lowest else 'highest'} {self.metric}"
         days = self.expire_days
         return said + (f", until {days:g} day{'s' if days != 1 else ''} after its end" if days is not None else "")
+
+
+def used_by(active: Iterable[JobRecord]) -> dict[str, set[int]]:
+    """Steps by job that jobs which are not over begin with, serve or play against."""
+    found: dict[str, set[int]] = {}
+    for job in active:
+        start, serving = job.spec.get("start") or {}, job.spec.get("serving") or {}
+        starts = [policy.get("start") or {} for policy in job.spec.get("policies", {}).values()]
+        names = [named.get("from", "") for named in (start, *starts, *serving.get("adapters", []))]
+        players = [*job.spec.get("seats", {}).values(), *(job.spec.get("validation") or {}).get("against", [])]
+        names += [player.get("frozen") or "" for player in players]
+        for name in names:
+            source, _, step = name.partition("@")
+            if step.isdigit():
+                found.setdefault(source, set()).add(int(step))
+    return found
 
 
 Values = dict[tuple[int, int], float | None]

@@ -15,9 +15,10 @@ from aiohttp import web
 from pydantic import Field, field_validator
 
 from opentinker.services.scheduler.artifacts import checkpoint_dir
-from opentinker.services.scheduler.artifacts.archiver import Archiver, used_by
+from opentinker.services.scheduler.artifacts.archiver import Archiver
 from opentinker.services.scheduler.artifacts.artifacts_api import step_of
 from opentinker.services.scheduler.artifacts.history import delete_history
+from opentinker.services.scheduler.artifacts.retention import used_by
 from opentinker.services.scheduler.artifacts.store import StoreUnavailable
 from opentinker.services.scheduler.http.auth import may_see, principal_of, tenant_of
 from opentinker.services.scheduler.http.errors import Body, json_response, parsed, read_json

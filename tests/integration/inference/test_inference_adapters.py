@@ -21,7 +21,7 @@ import pytest
 from opentinker.client import AsyncClient
 from opentinker.services.rollout_worker.run_lease import run_lease
 from opentinker.services.rollout_worker.service import make_engine
-from opentinker.services.scheduler.artifacts.archiver import used_by
+from opentinker.services.scheduler.artifacts.retention import used_by
 from opentinker.services.scheduler.inference.router import InferenceRouter
 from opentinker.shared.openai.inference import GenerateRequest
 from opentinker.shared.runtime.leased_worker import LeasedWorker

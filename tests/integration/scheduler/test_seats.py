@@ -14,7 +14,7 @@ import pytest
 from opentinker import AsyncClient
 from opentinker.envs.runtime.preflight import check_request
 from opentinker.envs.runtime.resolver import Resolver
-from opentinker.services.scheduler.artifacts.archiver import used_by
+from opentinker.services.scheduler.artifacts.retention import used_by
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.subjects import ENV_CHECK
 from opentinker.shared.runtime.service import Context

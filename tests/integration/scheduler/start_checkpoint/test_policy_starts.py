@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from opentinker import AsyncClient
-from opentinker.services.scheduler.artifacts.archiver import used_by
 from opentinker.services.scheduler.artifacts.registry import lineage_of
+from opentinker.services.scheduler.artifacts.retention import used_by
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.sweeps import SweepStore
 from opentinker.shared.types.core import part_id
