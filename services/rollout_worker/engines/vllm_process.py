@@ -67,7 +67,7 @@ from opentinker.services.rollout_worker.engines.vllm_config import (  # noqa: E4
     lora_arguments,
     why_separate,
 )
-from opentinker.services.rollout_worker.engines.vllm_vision_classes import load_class  # noqa: E402
+from opentinker.services.rollout_worker.engines.vllm_vision_classes import register_classes  # noqa: E402
 from opentinker.services.rollout_worker.engines.warm_engine import KeptEngine, Key, WarmEngine, files_of, let_go  # noqa: E402
 from opentinker.shared.nn.models import check_window  # noqa: E402
 
@@ -341,7 +341,7 @@ class VllmProcess:
                     config, self._dtype, self.context_length, self._max_concurrent, self._ranks
                 ),
             }
-            _register_here(config.architectures or [])
+            register_classes(ModelRegistry, config.architectures or [])
         resolved = AsyncEngineArgs(**arguments).create_engine_config()
         if not on_cpu:
             return AsyncLLM.from_vllm_config(resolved, disable_log_stats=True)
@@ -396,11 +396,3 @@ async def end(llm: AsyncLLM) -> None:
     await asyncio.to_thread(llm.shutdown)
     if llm.output_handler is not None:
         await asyncio.wait([llm.output_handler], timeout=1.0)
-
-
-def _register_here(architectures: list[str]) -> None:
-    """Tell vLLM the model's class, which it would else find out with a subprocess that imports everything again."""
-    for name in architectures:
-        known = ModelRegistry.models.get(name)
-        if known is not None:
-            ModelRegistry.register_model(name, load_class(name, known))

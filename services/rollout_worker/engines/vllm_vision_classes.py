@@ -15,7 +15,7 @@ import importlib
 import importlib.util
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 QWEN_VL = ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL")
@@ -24,6 +24,15 @@ LLAVA = ("LlavaFor",)
 IMAGE_PROCESSORS = ("qwen2_vl", "pixtral")
 """Packages of transformers whose image processors are imported."""
 NAMES_OF_TRANSFORMERS = {re.compile(r"^(?:model\.)?vision_tower\.(?!vision_model\.)"): "vision_tower.vision_model."}
+
+
+def register_classes(registry: Any, architectures: Sequence[str]) -> None:
+    """Tell vLLM's model registry the model's class, which it would else find out with a subprocess that imports
+    everything again."""
+    for name in architectures:
+        known = registry.models.get(name)
+        if known is not None:
+            registry.register_model(name, load_class(name, known))
 
 
 def load_class(architecture: str, registered: Any) -> Any:
