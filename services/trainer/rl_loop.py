@@ -39,7 +39,6 @@ from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.runtime.service import first_failure
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.matches.pools import pools_of
-from opentinker.shared.spec.matches.schedules import kept_groups, max_opponent_lag
 from opentinker.shared.state.admission import Admission
 from opentinker.shared.types.core import Discard, Lease, WeightVersion
 from opentinker.shared.types.errors import JobFailed
@@ -71,7 +70,6 @@ class TrainerJob:
         self.reporter = JobReporter(self.ctx, lease, spec, learner, worker.trace, policy, self.joint)
         root, event = self.reporter.root.parent, self.reporter.event
         self.rollout_log = RolloutLog(root, spec.rollout.transcripts, event)
-        solved_at = spec.validation.solved_at if spec.validation is not None else 1.0
         self.admission = Admission(
             self.ctx.store.redis, lease.job, lease.epoch, policies=list(spec.policies), policy=policy
         )
@@ -82,18 +80,7 @@ class TrainerJob:
         )
         self.publisher = Publisher(self.ctx, lease, learner.device, self._served, policy)
         self.validation = EvalScheduler(self.ctx, lease, spec.validation, self.reporter, self.publisher.offer)
-        algorithm = spec.algorithm
-        self.assembler = Assembler(
-            algorithm.max_staleness,
-            lease.epoch,
-            drop_zero_variance=bool(algorithm.drop_zero_variance),
-            in_order=spec.train.deterministic,
-            opponent_lag=lambda group: self.joint.moved(group.opponents),
-            opponent_is_gone=self.joint.is_gone,
-            max_opponent_lag=max_opponent_lag(spec),
-            keep=kept_groups(spec),
-            solved_at=solved_at,
-        )
+        self.assembler = Assembler.of(spec, lease.epoch, self.joint)
         self.intake = Intake(self.reporter, self.admission, self.assembler, self.joint, lambda: self.step)
         self.rewinder = Rewinder(self.reporter, self.intake)
         self.unsaved_bytes = 2**30

@@ -15,7 +15,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from opentinker.services.trainer.batch.row_plays import plays_of
+from opentinker.services.trainer.joint_progress import JointProgress
 from opentinker.shared.data.row_log import RowPlays, added
+from opentinker.shared.spec import JobSpec
+from opentinker.shared.spec.matches.schedules import kept_groups, max_opponent_lag
 from opentinker.shared.types.core import Discard, WeightVersion
 from opentinker.shared.types.match_results import MatchResult
 from opentinker.shared.types.trajectories import Group
@@ -78,6 +81,21 @@ class Assembler:
     """By row, episodes of groups discarded since the last step: they were played nevertheless."""
     overtaken: int = 0
     """Groups discarded because an opponent had moved, since the trainer began to wait for a batch."""
+
+    @classmethod
+    def of(cls, spec: JobSpec, epoch: int, joint: JointProgress) -> Assembler:
+        """Return an empty one that follows the spec of a job, or of one of its policies."""
+        return cls(
+            spec.algorithm.max_staleness,
+            epoch,
+            drop_zero_variance=bool(spec.algorithm.drop_zero_variance),
+            in_order=spec.train.deterministic,
+            opponent_lag=lambda group: joint.moved(group.opponents),
+            opponent_is_gone=joint.is_gone,
+            max_opponent_lag=max_opponent_lag(spec),
+            keep=kept_groups(spec),
+            solved_at=spec.validation.solved_at if spec.validation is not None else 1.0,
+        )
 
     def add(self, stream_seq: int, group: Group) -> bool:
         """Add a group. Return False if it was seen before."""
