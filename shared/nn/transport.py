@@ -79,6 +79,12 @@ def known_by(secret: str, store: dist.Store) -> dist.Store:
     return dist.PrefixStore(secret, store) if secret else store
 
 
+def find_store(address: str, port: int, world: int, timeout_s: float, secret: str = "") -> dist.Store:
+    """Connect to the store of `host_store`. Raises RuntimeError."""
+    store = dist.TCPStore(address, port, world, is_master=False, timeout=delta(timeout_s), wait_for_workers=False)
+    return known_by(secret, store)
+
+
 def give_up(store: dist.Store, why: str) -> None:
     """Everyone who waits in the group, to join, send or receive, gets a TransportError within about LOOK_S.
 
@@ -123,11 +129,11 @@ class WeightGroup:
         transports: Sequence[Transport] = (),
         secret: str = "",
     ) -> WeightGroup:
-        """Blocks until all `world` members are there.
+        """Join a weight group; blocks until all `world` members are there.
 
-        Join a weight group. `store`, `secret`: of `host_store`; the trainer has the store. `transports`: those proposed
-        for ranks 1, 2, ...; without them NCCL on GPUs and gloo elsewhere. Raises TransportError: immediately if the
-        trainer is gone or abandons the group, otherwise after `timeout_s`.
+        `store`, `secret`: of `host_store`; the trainer has the store. `transports`: those proposed for ranks 1, 2, ...;
+        without them NCCL on GPUs and gloo elsewhere. Raises TransportError: immediately if the trainer is gone or
+        abandons the group, otherwise after `timeout_s`.
         """
         where = torch.device(device)
         if where.type == "cuda" and where.index is None and torch.cuda.is_available():
@@ -141,10 +147,7 @@ class WeightGroup:
         try:
             reachable = own_address(address, port, timeout_s)
             if store is None:
-                store = dist.TCPStore(
-                    address, port, world, is_master=False, timeout=delta(timeout_s), wait_for_workers=False
-                )
-                store = known_by(secret, store)
+                store = find_store(address, port, world, timeout_s, secret)
             if where.type == "cuda" and torch.cuda.is_available():
                 torch.cuda.set_device(where)
             if rank == 0:

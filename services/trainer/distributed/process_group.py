@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from opentinker.shared.nn.collective_link import gloo_options, name_interface
-from opentinker.shared.nn.transport import known_by
+from opentinker.shared.nn.transport import find_store
 from opentinker.shared.runtime.listening import interface_of, own_address
 
 HOST = "127.0.0.1"
@@ -67,8 +67,7 @@ class ProcessGroup:
         patience = datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S)
         own = own_address(address, port, REACH_S)
         if store is None:
-            store = dist.TCPStore(address, port, world, is_master=False, timeout=patience, wait_for_workers=False)
-            store = known_by(secret, store)
+            store = find_store(address, port, world, COLLECTIVE_TIMEOUT_S, secret)
         prefixed = dist.PrefixStore("process_group", store)
         if separate:
             options = gloo_options(own, COLLECTIVE_TIMEOUT_S)
