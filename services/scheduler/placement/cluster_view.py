@@ -168,11 +168,7 @@ class Cluster:
         counted_or_new = {pool: counted[pool] + new[pool] for pool in LEASED}
         shared = shared_gpus({worker.id: worker.gpus for worker in alive[Pool.TRAINER]})
         trainers = [
-            sorted(
-                (id for id in some[Pool.TRAINER] if id not in bases),
-                key=lambda id: gpus.get(id, NO_GPUS).memory,
-                reverse=True,
-            )
+            _largest_first((id for id in some[Pool.TRAINER] if id not in bases), gpus)
             for some in (free, counted_or_new)
         ]
         kinds = [[gpus.get(id, NO_GPUS) for id in some] for some in trainers]
@@ -288,3 +284,8 @@ class Cluster:
 def _is_idle(worker: WorkerInfo) -> bool:
     """Return whether the worker has released its last job."""
     return worker.job is None and worker.status == "idle"
+
+
+def _largest_first(trainers: Iterable[str], gpus: Mapping[str, Gpus]) -> list[str]:
+    """Sort by the memory of their GPUs."""
+    return sorted(trainers, key=lambda id: gpus.get(id, NO_GPUS).memory, reverse=True)
