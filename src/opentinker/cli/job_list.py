@@ -41,6 +41,40 @@ States = Annotated[
     list[str] | None, typer.Option("--state", help=f"Only jobs in this state: {', '.join(STATES)}. Repeatable.")
 ]
 Kinds = Annotated[list[str] | None, typer.Option("--kind", help=f"Only jobs of this kind: {', '.join(KINDS)}.")]
+Environment = Annotated[
+    str | None,
+    typer.Option("--environment", help="Only jobs with this environment.", autocompletion=complete.environments),
+]
+Model = Annotated[str | None, typer.Option("--model", help="Only jobs of this model, as their spec names it.")]
+Search = Annotated[
+    str | None,
+    typer.Option("--search", help="Only jobs with these words in their name, model or notes."),
+]
+Sort = Annotated[
+    str | None,
+    typer.Option(
+        "--sort",
+        help="state (running first), created, updated, finished, step, name, kind, environment, model, project, "
+        "owner, tag or notes; -step reverses.  [default: state]",
+    ),
+]
+Group = Annotated[
+    str | None,
+    typer.Option(
+        "--group",
+        metavar="PROPERTY",
+        help="Count jobs by project, tag, name, state, kind, environment, model or owner.",
+    ),
+]
+Columns = Annotated[
+    str | None,
+    typer.Option(
+        "--columns",
+        metavar="NAME,...",
+        help="Show these: id, name, project, tags, state, step, last (metric), created, reason, kind, environment, "
+        "model, owner, notes, updated, finished.",
+    ),
+]
 
 
 def jobs(
@@ -52,43 +86,13 @@ def jobs(
     notes: Annotated[str | None, typer.Option("--notes", help="Only jobs with this text in their notes.")] = None,
     project: Annotated[str | None, typer.Option("--project", help="Only jobs of this project.")] = None,
     tags: Annotated[list[str] | None, typer.Option("--tag", help="Only jobs with this tag. Repeatable.")] = None,
-    environment: Annotated[
-        str | None,
-        typer.Option("--environment", help="Only jobs with this environment.", autocompletion=complete.environments),
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option("--model", help="Only jobs of this model, as their spec names it.")
-    ] = None,
+    environment: Environment = None,
+    model: Model = None,
     owner: Annotated[str | None, typer.Option("--owner", help="Only jobs of this API key (its id) or user.")] = None,
-    search: Annotated[
-        str | None,
-        typer.Option("--search", help="Only jobs with these words in their name, model or notes."),
-    ] = None,
-    sort: Annotated[
-        str | None,
-        typer.Option(
-            "--sort",
-            help="state (running first), created, updated, finished, step, name, kind, environment, model, project, "
-            "owner, tag or notes; -step reverses.  [default: state]",
-        ),
-    ] = None,
-    group: Annotated[
-        str | None,
-        typer.Option(
-            "--group",
-            metavar="PROPERTY",
-            help="Count jobs by project, tag, name, state, kind, environment, model or owner.",
-        ),
-    ] = None,
-    columns: Annotated[
-        str | None,
-        typer.Option(
-            "--columns",
-            metavar="NAME,...",
-            help="Show these: id, name, project, tags, state, step, last (metric), created, reason, kind, environment, "
-            "model, owner, notes, updated, finished.",
-        ),
-    ] = None,
+    search: Search = None,
+    sort: Sort = None,
+    group: Group = None,
+    columns: Columns = None,
     watch: Annotated[
         bool, typer.Option("--watch", "-w", help="Refresh the list until Ctrl-C; in a pipe, print a line per change.")
     ] = False,
