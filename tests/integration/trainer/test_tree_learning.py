@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from examples.learning_table import CONTEXT, MODEL, BatchSampler, LocalSessions
+from examples.learning_table import MODEL
+from examples.local_rollouts import CONTEXT, BatchSampler, LocalSessions
 from examples.models.make_tiny import make_tiny
 from opentinker.envs.runtime.env_runner import LocalEnvRunner
 from opentinker.services.rollout_worker.renderer import Renderer

@@ -8,20 +8,8 @@ import msgspec
 import pytest
 
 from examples import learning_table
-from examples.learning_table import (
-    CONTEXT,
-    MODEL,
-    PRESETS,
-    TASKS,
-    Curve,
-    Rollouts,
-    Run,
-    kept,
-    learn,
-    settings_of,
-    spec_of,
-    verdict,
-)
+from examples.learning_table import MODEL, PRESETS, TASKS, Curve, Run, kept, learn, settings_of, spec_of, verdict
+from examples.local_rollouts import CONTEXT, Rollouts
 from examples.models.make_tiny import make_tiny
 from opentinker.services.trainer.learners.rl import RlLearner
 from opentinker.shared.types.core import WeightVersion
