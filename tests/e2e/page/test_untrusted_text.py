@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,12 +28,8 @@ pytestmark = IN_BROWSER
 PAYLOAD = '<img src=x onerror="window.pwned=1"><script>window.pwned=1</script>{{7*7}}'
 
 
-async def test_words_of_others_stay_words(opened: Open, http: Http, ctx: Context, store: Store, bus: Bus) -> None:
-    spec = {**SPEC, "rollout": {"max_tokens": 8, "stop": [PAYLOAD]}}
-    status, body = await http.submit(spec)
-    assert status == 201, body
-    job = body["id"]
-    home = ctx.settings.data_dir / "jobs" / job
+def write_episodes(home: Path) -> None:
+    """Write an episode of training and one of an evaluation, all of whose texts are the payload."""
     episode: dict[str, Any] = {
         **{"step": 1, "group": 7, "sample": 0, "environment": PAYLOAD, "worker": PAYLOAD, "versions": ["1.0"]},
         **{"reward": 1.0, "rewards": {"": 1.0}, "components": {}, "scores": {PAYLOAD: 1.0}, "metrics": {PAYLOAD: 0.5}},
@@ -62,6 +59,14 @@ async def test_words_of_others_stay_words(opened: Open, http: Http, ctx: Context
     exam["images"] = {"a": base64.b64encode(png(np.zeros((8, 8, 3), np.uint8))).decode()}
     (home / "transcripts").mkdir()
     (home / "transcripts" / "step-000001.jsonl").write_bytes(orjson.dumps(exam) + b"\n")
+
+
+async def test_words_of_others_stay_words(opened: Open, http: Http, ctx: Context, store: Store, bus: Bus) -> None:
+    spec = {**SPEC, "rollout": {"max_tokens": 8, "stop": [PAYLOAD]}}
+    status, body = await http.submit(spec)
+    assert status == 201, body
+    job = body["id"]
+    write_episodes(ctx.settings.data_dir / "jobs" / job)
     await store.update(job, event="note", detail={"words": PAYLOAD})
     line = LogLine(
         job=job,
