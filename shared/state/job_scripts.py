@@ -1,4 +1,5 @@
-"""Lua scripts that write records and events of jobs. `store.py` puts LED before PLACE, UPDATE and CREATE."""
+"""Lua scripts that write records and events of jobs. `store.py` puts LED before PLACE, UPDATE and CREATE, and
+MADE_BEFORE before CREATE."""
 
 from __future__ import annotations
 
@@ -69,17 +70,8 @@ return {'ok'}
 CREATE = """
 if led_by_another(ARGV[7]) then return {'led'} end
 if redis.call('EXISTS', KEYS[1]) == 1 then return {'ok', ARGV[1]} end
-if ARGV[5] ~= '' then
-  local seen = redis.call('HMGET', KEYS[5], 'job', 'body')
-  if seen[1] then
-    if seen[2] == ARGV[5] then return {'same', seen[1]} end
-    return {'differs', 'job ' .. seen[1]}
-  end
-  local swept = redis.call('HGET', KEYS[7], 'sweep')
-  if swept then return {'differs', 'sweep ' .. swept} end
-  redis.call('HSET', KEYS[5], 'job', ARGV[1], 'body', ARGV[5])
-  redis.call('EXPIRE', KEYS[5], ARGV[6])
-end
+local made = made_before(KEYS[5], 'job', KEYS[7], 'sweep', ARGV[1], ARGV[5], ARGV[6])
+if made then return made end
 for key, value in pairs(cjson.decode(ARGV[3])) do redis.call('HSET', KEYS[1], key, value) end
 redis.call('ZADD', KEYS[3], ARGV[2], ARGV[1])
 redis.call('SADD', KEYS[4], ARGV[1])

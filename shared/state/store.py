@@ -31,7 +31,7 @@ import msgspec
 import orjson
 
 from opentinker.shared.state.active_jobs import ACTIVE, ActiveJobs
-from opentinker.shared.state.idempotency import KEPT_S, job_key, other_body, sweep_key
+from opentinker.shared.state.idempotency import KEPT_S, MADE_BEFORE, job_key, other_body, sweep_key
 from opentinker.shared.state.job_scripts import CREATE, PLACE, TRANSITION, UPDATE
 from opentinker.shared.state.lease_table import LeaseTable, granted, held_by_another
 from opentinker.shared.state.list_rows import label_fields, tenants_key
@@ -58,7 +58,7 @@ class Store(LeaseTable):
         self._transition = Script(redis, TRANSITION)
         self._place = Script(redis, LED + PLACE)
         self._update = Script(redis, LED + UPDATE)
-        self._create = Script(redis, LED + CREATE)
+        self._create = Script(redis, LED + MADE_BEFORE + CREATE)
         self._ended = LeadersScript(redis, "redis.call('SREM', KEYS[1], ARGV[2])")
         self._forget = LeadersScript(redis, "redis.call('DEL', unpack(KEYS))")
 

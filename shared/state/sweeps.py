@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 import orjson
 
-from opentinker.shared.state.idempotency import KEPT_S, job_key, other_body, sweep_key
+from opentinker.shared.state.idempotency import KEPT_S, MADE_BEFORE, job_key, other_body, sweep_key
 from opentinker.shared.state.list_rows import tenants_key
 from opentinker.shared.state.notifications import seen_key
 from opentinker.shared.state.redis_script import UNFENCED, LeadersScript, Script, newest, read_field, read_hashes
@@ -34,17 +34,8 @@ T = TypeVar("T", bound=SweepSummary)
 # ttl seconds
 _CREATE = """
 if redis.call('EXISTS', KEYS[1]) == 1 then return {'ok', ARGV[1]} end
-if ARGV[4] ~= '' then
-  local seen = redis.call('HMGET', KEYS[4], 'sweep', 'body')
-  if seen[1] then
-    if seen[2] == ARGV[4] then return {'ok', seen[1]} end
-    return {'differs', 'sweep ' .. seen[1]}
-  end
-  local job = redis.call('HGET', KEYS[5], 'job')
-  if job then return {'differs', 'job ' .. job} end
-  redis.call('HSET', KEYS[4], 'sweep', ARGV[1], 'body', ARGV[4])
-  redis.call('EXPIRE', KEYS[4], ARGV[5])
-end
+local made = made_before(KEYS[4], 'sweep', KEYS[5], 'job', ARGV[1], ARGV[4], ARGV[5])
+if made then return made end
 for key, value in pairs(cjson.decode(ARGV[3])) do redis.call('HSET', KEYS[1], key, value) end
 redis.call('ZADD', KEYS[2], ARGV[2], ARGV[1])
 redis.call('SADD', KEYS[3], ARGV[1])
@@ -81,7 +72,7 @@ return 'ok'
 class SweepStore:
     def __init__(self, redis: Any) -> None:
         self._redis = redis
-        self._create = Script(redis, _CREATE)
+        self._create = Script(redis, MADE_BEFORE + _CREATE)
         self._move = LeadersScript(redis, _MOVE)
         self._save = LeadersScript(redis, _SAVE)
         self._delete = Script(redis, _DELETE)
