@@ -1,11 +1,12 @@
-"""Opens the consumer through which the trainer of a lease's epoch reads a stream."""
+"""The consumer through which the trainer of a lease's epoch reads a stream."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import TypeVar
 
-from opentinker.shared.messaging.bus import Bus, Consumer
+from opentinker.shared.messaging.bus import Bus, Consumer, Delivery
+from opentinker.shared.messaging.consumer import ConsumerDeleted
 from opentinker.shared.messaging.stored_messages import required_stream
 from opentinker.shared.messaging.subjects import Subject
 from opentinker.shared.types.core import Lease
@@ -26,3 +27,17 @@ async def open_epoch_consumer(
     return await bus.consume(
         subject, name(lease.job, lease.epoch), batch=batch, start_seq=start_seq, job=lease.job
     )  # fmt: skip
+
+
+async def deliveries(consumer: Consumer[T], guard: Callable[[], Awaitable[None]]) -> AsyncGenerator[Delivery[T], None]:
+    """Yield what arrives, and acknowledge it afterwards; acks are flow control only. `guard` raises Fenced if a newer
+    trainer has taken over: most likely it is the one that deleted the consumer."""
+    while True:
+        try:
+            delivery = await consumer.next(1.0)
+        except ConsumerDeleted:
+            await guard()
+            raise
+        if delivery is not None:
+            yield delivery
+            await delivery.ack()

@@ -11,11 +11,10 @@ from functools import partial
 import structlog
 
 from opentinker.services.trainer.batch.assembler import Assembler
-from opentinker.services.trainer.epoch_consumer import open_epoch_consumer
+from opentinker.services.trainer.epoch_consumer import deliveries, open_epoch_consumer
 from opentinker.services.trainer.job_reporter import JobReporter
 from opentinker.services.trainer.joint_progress import JointProgress
 from opentinker.shared.messaging.bus import Consumer, Delivery
-from opentinker.shared.messaging.consumer import ConsumerDeleted
 from opentinker.shared.messaging.subjects import GROUP, WAKE
 from opentinker.shared.state.admission import Admission
 from opentinker.shared.types.core import Discard
@@ -79,18 +78,10 @@ class Intake:
             await self._consumer.close()
 
     async def run(self) -> None:
-        """Consume GROUP into the assembler; acks are flow control only."""
+        """Consume GROUP into the assembler."""
         assert self._consumer is not None
-        while True:
-            try:
-                delivery = await self._consumer.next(1.0)
-            except ConsumerDeleted:
-                await self.reporter.guard()  # most likely the trainer of a newer epoch deleted it
-                raise
-            if delivery is None:
-                continue
+        async for delivery in deliveries(self._consumer, self.reporter.guard):
             await self._receive(delivery)
-            await delivery.ack()
 
     async def _receive(self, delivery: Delivery[Group]) -> None:
         group = delivery.noun

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 import structlog
 
 from opentinker.services.trainer.bank.limits import NAME
-from opentinker.services.trainer.epoch_consumer import open_epoch_consumer
+from opentinker.services.trainer.epoch_consumer import deliveries, open_epoch_consumer
 from opentinker.shared.messaging.bus import Consumer, Delivery
-from opentinker.shared.messaging.consumer import ConsumerDeleted
 from opentinker.shared.messaging.subjects import COMMAND, COMMANDS
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.types.codec import WireError
@@ -65,17 +64,10 @@ class CommandIntake:
             await self._consumer.close()
 
     async def run(self) -> None:
-        """Consume COMMAND; acks are flow control only. Raises Fenced if a newer trainer has taken over."""
+        """Consume COMMAND. Raises Fenced if a newer trainer has taken over."""
         assert self._consumer is not None
-        while True:
-            try:
-                delivery = await self._consumer.next(1.0)
-            except ConsumerDeleted:
-                await self.guard()
-                raise
-            if delivery is not None:
-                self._receive(delivery)
-                await delivery.ack()
+        async for delivery in deliveries(self._consumer, self.guard):
+            self._receive(delivery)
 
     def _receive(self, delivery: Delivery[Command]) -> None:
         command = delivery.noun
