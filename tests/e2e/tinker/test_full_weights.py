@@ -11,9 +11,8 @@ import pytest
 from safetensors.torch import load_file
 
 from opentinker.shared.spec import parse_spec
-from opentinker.shared.state.tinker.store import TinkerStore
 from tests.conftest import until
-from tests.e2e.tinker.test_sdk_on_a_cluster import called, run
+from tests.e2e.tinker.test_sdk_on_a_cluster import called, run, run_with_kills
 from tests.support.cluster import Cluster, shared_fixture
 from tests.support.tinker import environments
 
@@ -71,18 +70,7 @@ async def test_a_client_trains_saves_samples_and_downloads(
 async def test_kills_cost_a_client_time_and_nothing_else(cluster: Cluster, tiny: Path) -> None:
     job = await serve(cluster, tiny)
     expected = await run(cluster, NEWEST, tiny, "0")
-    running = asyncio.create_task(run(cluster, NEWEST, tiny, "0"))
-    store = TinkerStore(cluster.store.redis)
-    before = set(await store.models_of(job))
-
-    async def began() -> bool:
-        begun = set(await store.models_of(job)) - before
-        return any([await store.answered(f"{model}#3") is not None for model in begun])
-
-    await until(began)
-    for name in ("trainer-0", "scheduler", "rollout_worker-0"):
-        cluster.kill(name)
-    found = await running
+    found = await run_with_kills(cluster, job, NEWEST, tiny, "0")
     assert found["losses"] == expected["losses"]
     assert found["again"] == expected["again"]
     assert found["prompt_logprobs"][1:] == pytest.approx(expected["prompt_logprobs"][1:], rel=1e-4)

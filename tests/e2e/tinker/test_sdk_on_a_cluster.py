@@ -62,6 +62,22 @@ async def run(cluster: Cluster, version: str, base: Path, *options: str) -> dict
     return found
 
 
+async def run_with_kills(cluster: Cluster, job: str, version: str, base: Path, *options: str) -> dict[str, Any]:
+    """Like `run`, and kill every service that it needs once the trainer has answered a few of its commands."""
+    running = asyncio.create_task(run(cluster, version, base, *options))
+    store = TinkerStore(cluster.store.redis)
+    before = set(await store.models_of(job))
+
+    async def began() -> bool:
+        begun = set(await store.models_of(job)) - before
+        return any([await store.answered(f"{model}#3") is not None for model in begun])
+
+    await until(began)
+    for name in ("trainer-0", "scheduler", "rollout_worker-0"):
+        cluster.kill(name)
+    return await running
+
+
 @pytest.mark.parametrize("version", environments.VERSIONS)
 async def test_a_client_trains_saves_and_samples(cluster: Cluster, tiny: Path, version: str) -> None:
     await serve(cluster, tiny)
@@ -110,18 +126,7 @@ async def test_kills_cost_a_client_time_and_nothing_else(cluster: Cluster, tiny:
     """The losses are those of a run without a kill; only who samples draws again."""
     job = await serve(cluster, tiny)
     expected = await run(cluster, environments.VERSIONS[-1], tiny)
-    running = asyncio.create_task(run(cluster, environments.VERSIONS[-1], tiny))
-    store = TinkerStore(cluster.store.redis)
-    before = set(await store.models_of(job))
-
-    async def began() -> bool:
-        begun = set(await store.models_of(job)) - before
-        return any([await store.answered(f"{model}#3") is not None for model in begun])
-
-    await until(began)
-    for name in ("trainer-0", "scheduler", "rollout_worker-0"):
-        cluster.kill(name)
-    found = await running
+    found = await run_with_kills(cluster, job, environments.VERSIONS[-1], tiny)
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-4)
     assert found["again"] == pytest.approx(expected["again"], rel=1e-4)
     assert found["prompt_logprobs"][1:] == pytest.approx(expected["prompt_logprobs"][1:], rel=1e-3)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,15 @@ class Server:
         running, self.running = self.running, None
         await cancel_and_wait(running, *(task for _, task in self.job._models.values()), *waiting, self.bank.task)
         await asyncio.to_thread(self.bank._thread.shutdown)  # the next trainer has the same base
+
+    async def kill_at_random(self, requests: Sequence[str], kills: int, rng: np.random.Generator) -> None:
+        """Kill it this many times, each time shortly after the answer of a random one of these requests."""
+        for _ in range(kills):
+            request = requests[int(rng.integers(0, len(requests)))]
+            await until(partial(self.records.answered, request))
+            await asyncio.sleep(float(rng.uniform(0.0, 0.05)))
+            await self.kill()
+            await self.start()
 
     def state(self, model: str) -> Path:
         return tinker_place(self.data_dir, model) / "state"

@@ -59,12 +59,7 @@ async def run(server: Server, kills: int) -> dict[str, torch.Tensor]:
             requests += [await client.send(forward_backward(10 * step + number)), await client.send(STEP)]
         if step == 3:
             requests.append(await clients[0].send(Save(kind="weights", name="a")))
-    for _ in range(kills):
-        place = int(rng.integers(0, len(requests)))
-        await until(lambda place=place: server.records.answered(requests[place]))  # type: ignore[misc]
-        await asyncio.sleep(float(rng.uniform(0.0, 0.05)))
-        await server.kill()
-        await server.start()
+    await server.kill_at_random(requests, kills, rng)
     assert not [one for one in [await client.result(name) for name in requests] if isinstance(one, Failed)]
     found: dict[str, torch.Tensor] = {}
     for client in clients:

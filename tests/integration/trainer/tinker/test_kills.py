@@ -3,7 +3,6 @@ answer."""
 
 from __future__ import annotations
 
-import asyncio
 import time
 from pathlib import Path
 from typing import Any
@@ -46,12 +45,7 @@ async def run(server: Server, kills: int, seed: int) -> tuple[list[Any], dict[st
     directory = tinker_place(server.data_dir, MODEL) / "weights" / "a"
     await client.create()
     requests = [await client.send(body) for body in program(directory)]
-    for _ in range(kills):
-        place = int(rng.integers(0, len(requests)))
-        await until(lambda place=place: server.records.answered(requests[place]))  # type: ignore[misc]
-        await asyncio.sleep(float(rng.uniform(0.0, 0.05)))
-        await server.kill()
-        await server.start()
+    await server.kill_at_random(requests, kills, rng)
     results = [await client.result(request) for request in requests]
     trained = await trained_tokens(server)
     assert trained == sum(
