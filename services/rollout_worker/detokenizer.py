@@ -12,7 +12,7 @@ REPLACEMENT = "\ufffd"
 MAX_WINDOW = 32
 """Tokens that may wait for the rest of a character, which has four bytes at most."""
 TAIL = 8
-"""Of these, the tokens that are searched for a boundary between two characters."""
+"""Number of the last of these tokens that are searched for a boundary between two characters."""
 
 
 class Detokenizer:

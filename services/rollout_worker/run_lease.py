@@ -81,7 +81,7 @@ class Loader:
         self._engines = engines(spec)
         self._kept = kept
         self._memory: GpuSplit | None = None
-        """Of all engines: measured before the first of them is loaded."""
+        """Split for all engines, measured before the first of them is loaded."""
 
     async def policies(self) -> list[LoadedPolicy]:
         """Load the policies of the job, then frozen checkpoints and pools that play in it. `opponents.py` gives a

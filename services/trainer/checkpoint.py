@@ -202,7 +202,7 @@ def may_begin_again(root: Path, manifest: Manifest) -> bool:
 
 
 def note_release(root: Path, step: int) -> None:
-    """Note that nothing is kept any more that only checkpoints before this step account for."""
+    """Record that data which only checkpoints before this step account for is no longer kept."""
     replace_durably(root / RELEASED, str(step).encode())
 
 

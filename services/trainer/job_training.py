@@ -1,4 +1,4 @@
-"""Trains a job with a learner for each of its policies, in a trainer of its own or in a shared one."""
+"""Trains a job with a learner for each of its policies, in a trainer alone or in a shared one."""
 
 from __future__ import annotations
 

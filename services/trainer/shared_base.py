@@ -38,7 +38,7 @@ THREADS_PER_JOB = 8
 """Learners wait for the bank in threads, and must not keep others from theirs."""
 
 HOST_BYTES = 2**30
-"""Of host memory, for adapters that are in no slot."""
+"""Host memory for adapters that are in no slot."""
 FULL_HOST_SHARE = 3
 """Models of all weights that wait for their turn may have this fraction of the memory."""
 
@@ -54,7 +54,7 @@ class SharedBase:
         self._changed = asyncio.Condition()
         self._held = AsyncExitStack()
         self._base = ""
-        """Of the jobs here, or of the last one; empty if it could not be loaded."""
+        """Base of the jobs here, or of the last one; empty if it could not be loaded."""
         self._files: Files = ()
         self._opening: asyncio.Task[BankLoop] | None = None
         """Loads the base, or has loaded it."""
@@ -183,7 +183,7 @@ class SharedBase:
         store = self._ctx.settings.data_dir / "run" / "banks" / self._ctx.worker
         shutil.rmtree(store, ignore_errors=True)  # jobs resume from their checkpoints, not from what a bank has evicted
         model = BaseModel(spec.model.base, spec.model.dtype)
-        # Not measured: the largest pass takes minutes on a CPU, and the operator has said how many jobs there are.
+        # Not measured: the largest pass takes minutes on a CPU, and the operator has set the number of jobs.
         clients = spec.tinker.max_adapters if spec.kind == "tinker" else 0
         slots, host_bytes = max(self._ctx.settings.bank_jobs, clients), HOST_BYTES
         if spec.tinker.full_weights:  # a model that waits for its turn should not have to be written to disk

@@ -61,7 +61,7 @@ class EnvironmentDescription(TypedDict):
     can_fork: bool
     example: str
     """An episode as text, and who played it: of your newest saved check, else of a built-in environment, or what an
-    episode of it needs. Empty if there is none."""
+    episode of it needs. Empty without either."""
 
 
 class Environment(TypedDict):

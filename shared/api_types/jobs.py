@@ -243,7 +243,7 @@ class JobEstimate(TypedDict):
     """Ids of the earlier jobs on which it rests, the newest first: of the same kind, model and environment, on as many
     workers as far as there are such. Empty where round figures were assumed, or a simulation was made."""
     basis: str
-    """What it rests on, in words."""
+    """The data that it is based on, as a sentence."""
 
 
 class Validation(TypedDict):

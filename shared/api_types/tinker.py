@@ -36,13 +36,13 @@ class ServedModel(TypedDict):
     alive: bool
     """Whether the client of its session sends heartbeats."""
     metadata: dict[str, str]
-    """What its client noted."""
+    """Metadata that its client gave."""
     passes: int
     """Commands `forward` and `forward_backward` that were carried out."""
     steps: int
     """Optimizer steps."""
     tokens: int
-    """Of the passes."""
+    """Tokens of all passes."""
     loss: float | None
     """Mean of a token in the newest passes; null: there were none."""
     curve: list[float]
@@ -52,7 +52,7 @@ class ServedModel(TypedDict):
     waiting: int
     """Commands without an answer."""
     waiting_for: str
-    """What the first of them waits for; empty: there are none."""
+    """Reason why the first of them waits; empty: none waits."""
     checkpoints: list[ModelCheckpoint]
     """Newest first."""
 
@@ -62,7 +62,7 @@ class OtherModels(TypedDict):
 
     models: int
     alive: int
-    """Of those, how many belong to a client that sends heartbeats."""
+    """Number of those that belong to a client that sends heartbeats."""
     waiting: int
     """Commands without an answer."""
 

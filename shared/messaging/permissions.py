@@ -213,7 +213,7 @@ def redis_rules(service: str) -> str:
     """ACL rules of a user, without its name and its password."""
     write, read = REDIS_KEYS[service]
     keys = " ".join([*(f"~{key}" for key in write), *(f"%R~{key}" for key in read)])
-    if service == SCHEDULER:  # changes of its own state; not of the server, and not of all keys together
+    if service == SCHEDULER:  # it changes its state, not the server's and not all keys together
         commands = "+@read +@write +@transaction +time -@admin -@dangerous -@scripting"
     else:
         commands = " ".join("+" + name for name in _COMMANDS[service])

@@ -68,7 +68,7 @@ def token_scores(
 
 
 def _split_targets(plan: Layout, sizes: list[int]) -> tuple[list[Tensor | None], list[Tensor]]:
-    """Return rows, each counted from the first of its chunk, and targets of chunks with so many predictions."""
+    """Return rows, each counted from the first of its chunk, and targets of chunks with `sizes` predictions."""
     if plan.rows_U is None:
         return [None] * len(sizes), list(plan.targets_U.split(sizes))
     ends = torch.tensor(sizes, device=plan.rows_U.device).cumsum(0)

@@ -175,7 +175,7 @@ class Offer:
         return SegmentOffer()
 
     def _made_handle(self) -> bytes:
-        """One for each member: torch counts who has opened a handle."""
+        """Make a handle for one member: torch counts how often each is opened."""
         if not torch.cuda.is_available():
             return b"null"
         try:

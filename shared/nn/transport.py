@@ -74,8 +74,8 @@ def new_secret() -> str:
 
 
 def known_by(secret: str, store: dist.Store) -> dist.Store:
-    """Return the store with `secret` before every key. torch asks nobody who connects for a password: whoever does not
-    know the secret, which members get through NATS, neither finds nor changes a key by its name."""
+    """Return the store with `secret` before every key. torch's store has no passwords: without the secret, which
+    members get through NATS, a connection can neither find nor change a key by its name."""
     return dist.PrefixStore(secret, store) if secret else store
 
 

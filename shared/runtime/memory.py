@@ -25,7 +25,7 @@ def reset_peak() -> None:
 
 
 def peak_bytes() -> int:
-    """Return the most memory that this process has had in use at once since `reset_peak`."""
+    """Return the most memory that this process has used since `reset_peak`."""
     line = next(line for line in OWN_STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
     return int(line.split()[1]) * 1024
 

@@ -40,7 +40,7 @@ class RewardModelSpec(SpecPart):
     """Name in metrics; default: the last part of base."""
 
     policies: Annotated[list[PolicyName], Field(max_length=MAX_POLICIES)] = []
-    """Of [policies]: whose episodes it scores; default: those of all."""
+    """Names in [policies] whose episodes it scores; default: all."""
 
     def scores(self, policy: str) -> bool:
         return not self.policies or policy in self.policies

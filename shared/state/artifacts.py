@@ -61,7 +61,7 @@ class ArtifactEntry(msgspec.Struct, frozen=True, kw_only=True):
     metric: float | None = None
     """Value of the job's `artifacts.best_metric` at the checkpoint's step."""
     evaluation: TrainingEvaluation | None = None
-    """Of a checkpoint, once it has been evaluated."""
+    """A checkpoint's evaluation, once there is one."""
 
     @property
     def at(self) -> str:

@@ -43,12 +43,12 @@ class ListRow(msgspec.Struct, frozen=True, array_like=True):
     name: str
     kind: str
     state: JobState
-    """Of a sweep too: its states are states of jobs."""
+    """A sweep's too: its states are states of jobs."""
     created: float
     updated: float
     finished: float
     step: int
-    """Of a sweep 0."""
+    """0 for a sweep."""
     key: str
     project: str
     notes: str

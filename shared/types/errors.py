@@ -7,7 +7,7 @@ OpenTinkerError
  |- Fenced           a newer epoch owns the job: stop acting for it immediately, write nothing
  |- JobFailed        the job cannot go on: state `failed` with this text, leases released
  |- TransportError   weights did not arrive: their swap fails, generation continues with the old ones
- |- RestartNeeded    the trainer has written down from where the next one goes on: its process starts again, no failure
+ |- RestartNeeded    the trainer has recorded where the next one continues: its process starts again, no failure
  |- BadImage         an image cannot be shown: its episode fails, or the request with it
 """
 

@@ -34,16 +34,16 @@ class ExamView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MessageOrigin(msgspec.Struct, frozen=True, kw_only=True):
-    """The seat that said a message of an episode, or was shown it."""
+    """The seat that wrote a message of an episode, or was shown it."""
 
     seat: str
     stream: str
     policy: str = ""
     """Player of the seat, see `Trajectory.policy`."""
     turn: int | None = None
-    """Of what it said: number of the turn, over all seats."""
+    """Number of the turn in which it wrote the message, counted over all seats; None: it was shown it."""
     tokens: tuple[int, int] | None = None
-    """[first, after last] of what it said: places of its tokens in the seat's context."""
+    """[first, after last] token of the message in the seat's context, if the seat wrote it."""
     versions: list[WeightVersion] = []
     """Weights that sampled these tokens."""
 
@@ -81,7 +81,7 @@ class EvalResult(msgspec.Struct, frozen=True, kw_only=True):
     messages: list[Message] = []
     """The conversation in the order of play, for episodes that are kept."""
     origins: list[MessageOrigin] = []
-    """Of each of these messages, where an episode has several seats or contexts."""
+    """Origin of each of these messages, where an episode has several seats or contexts."""
     images: dict[str, bytes] = {}
     """The first of its images, by digest."""
     views: list[ExamView] = []

@@ -51,7 +51,7 @@ class SwapCommand(msgspec.Struct, frozen=True, kw_only=True):
     address: str = ""
     port: int = 0
     secret: str = ""
-    """Of the group's store, see `shared/nn/transport.py`."""
+    """Secret of the group's store, see `shared/nn/transport.py`."""
     rank: int = 0
     world: int = 0
     device: str = "cpu"

@@ -32,7 +32,7 @@ def tinker_place(data_dir: Path, model: str) -> Path:
 
 
 class LoraShape(msgspec.Struct, frozen=True, kw_only=True):
-    """What of a model is trained."""
+    """Shape of the adapter of a model, or all of its weights."""
 
     rank: int
     """0: there is no adapter, and all weights are trained."""

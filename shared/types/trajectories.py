@@ -238,7 +238,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     newest_opponents: dict[str, WeightVersion] = {}
     """The same, the newest version of each."""
     matches: list[MatchResult] = []
-    """Of a part that one policy played (`of`): its results against the other players."""
+    """Results of the policy against the other players, in the part of a group that is for it (`of`)."""
     others: list[Trajectory] = []
     """In a part that one policy played (`of`), trajectories of the others in the episodes that people may read."""
 

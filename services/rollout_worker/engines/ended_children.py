@@ -15,7 +15,7 @@ import vllm.v1.utils
 
 @cache
 def repair() -> None:
-    """Let vLLM look for the children again when one of them has ended meanwhile."""
+    """Make vLLM list its children again if one of them ends while it kills them."""
     kill_tree = vllm.v1.utils.kill_process_tree
 
     def kill_process_tree(pid: int) -> None:

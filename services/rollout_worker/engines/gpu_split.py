@@ -42,10 +42,10 @@ GB = 1e9
 
 
 class GpuSplit(NamedTuple):
-    """What the engines of a rollout worker may take."""
+    """GPU memory that the engines of a rollout worker may use."""
 
     share: float = ALONE
-    """Of the GPU's memory, all engines together."""
+    """Share of the GPU's memory for all engines together."""
     sleeps: bool = False
     """They give it to the trainer during each optimizer step."""
     why: str = ""

@@ -1,4 +1,4 @@
-"""Logprobs of a prompt beside other requests, in an engine with LoRA layers on CPUs.
+"""Logprobs of a prompt in a batch with other requests, in an engine with LoRA layers on CPUs.
 
 vLLM 0.32 adds the adapter's part to the logits of a prompt by the adapters of the requests that sample in the same
 batch. Their number is another one: the engine ends with an error, or an adapter of the output layer is mistaken.
@@ -14,7 +14,7 @@ from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
 
 def repair() -> None:
-    """Let each row have the adapter of its own token. Doing it again changes nothing."""
+    """Apply to each row the adapter of its token. Idempotent."""
     PunicaWrapperCPU.add_lora_logits = _add_lora_logits
 
 

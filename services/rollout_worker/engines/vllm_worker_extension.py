@@ -64,7 +64,7 @@ class VersionInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     fingerprints: list[int]
     bucket_bytes: int
     scale: float | None = None
-    """Of an adapter that is merged into the base; None: of other weights."""
+    """Scale of an adapter that is merged into the base; None for other weights."""
 
 
 class BucketEngine(WeightTransferEngine[GroupInfo, VersionInfo]):  # type: ignore[misc]
@@ -80,7 +80,7 @@ class BucketEngine(WeightTransferEngine[GroupInfo, VersionInfo]):  # type: ignor
         self.buckets: list[torch.Tensor] | None = None
         self.task: Background | None = None
         self.scale: float | None = None
-        """Of the staged adapter, if it will be merged."""
+        """Scale of the staged adapter, if it will be merged."""
         self.base = MergeableBase(self._read_base, vllm_config.model_config.dtype, whole=not ON_CPU)
         self._of_policy: dict[int, BucketEngine] = {}
         self.ranks: int = vllm_config.parallel_config.tensor_parallel_size

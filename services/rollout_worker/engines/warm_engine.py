@@ -36,7 +36,7 @@ class KeptEngine:
     context_length: int
     merges: bool
     share: float
-    """Of the GPU's memory."""
+    """Share of the GPU's memory."""
 
 
 class WarmEngine:

@@ -20,7 +20,7 @@ from opentinker.shared.messaging.subjects import SAMPLE
 from opentinker.shared.types.tinker import SampleRequest
 
 LOOK_S = 0.1
-"""The first request of a tenant waits so long at most until a worker sees it."""
+"""Longest time until a worker sees the first request of a tenant."""
 IDLE_S = 60.0
 """The loop of a tenant without requests ends after this time."""
 STEP_S = 0.5

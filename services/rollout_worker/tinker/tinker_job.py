@@ -46,9 +46,9 @@ log = structlog.get_logger()
 
 REPORT_S = 1.0
 SUSPECT_LOSSES = 5
-"""A request that was in progress in so many workers that were lost is drawn without others from then on."""
+"""A request that was in progress on this many lost workers is sampled alone from then on."""
 MAX_LOSSES_ALONE = 3
-"""One that so many workers were lost by then is answered with an error: it is what kills them."""
+"""A request that this many workers were lost with while sampling it alone gets an error: it is what kills them."""
 
 CRASHES = (
     "no samples were drawn: {} workers crashed or were killed during this request, the last {} while they drew nothing "
@@ -193,7 +193,7 @@ class TinkerJob:
             await self.spent.add(request.tenant, id.partition(":")[0], self.spec.model.base, counts)
 
     async def _try(self, request: SampleRequest, undrawn: Undrawn, *, is_first: bool) -> Sampled | Failed:
-        """Draw, beside others unless the request is a suspect. Raises EngineLost."""
+        """Sample, together with other requests unless this one is a suspect. Raises EngineLost."""
         lost = Losses() if is_first else await self.store.losses(request.request)
         if lost.alone >= MAX_LOSSES_ALONE:
             return Failed(error=CRASHES.format(lost.beside + lost.alone, lost.alone), category="server")

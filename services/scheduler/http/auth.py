@@ -82,7 +82,7 @@ def may_see(request: web.Request, tenant: str) -> bool:
 
 
 def borne_by(request: web.Request) -> str:
-    """Return the Authorization of a request; clients of Tinker send the key in a header of their own."""
+    """Return the Authorization of a request; Tinker's clients send the key in another header."""
     key = request.headers.get(API_KEY, "") if request.path.startswith(TINKER) else ""
     return f"Bearer {key.removeprefix(PREFIX)}" if key else request.headers.get("Authorization", "")
 
@@ -118,7 +118,7 @@ class AuthMiddleware:
     @web.middleware
     async def authenticate(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Authenticate and authorize a request. Raises HTTPUnauthorized, also for paths that do not exist,
-        HTTPForbidden, and NotFound for what the Tinker API does not have, whoever asks."""
+        HTTPForbidden, and, for every caller, NotFound for what the Tinker API does not have."""
         route = route_of(request)
         action = None if route is None else route.action
         if action is None and request.path.startswith(TINKER):

@@ -55,7 +55,7 @@ ORDERS: dict[str, Callable[[ListRow], Any]] = {
 
 
 class Listed(NamedTuple):
-    """What is listed, and what its filters and orders may name."""
+    """A kind of list, and the fields by which it can be filtered and sorted."""
 
     noun: str
     states: tuple[str, ...]

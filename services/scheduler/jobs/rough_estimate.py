@@ -149,7 +149,7 @@ def _simulated_step_s(spec: JobSpec) -> float | None:
     algorithm, rollout, train_s = spec.algorithm, spec.rollout, spec.train.simulated_step_s or 0.0
     if spec.kind != "rl" or rollout.toy is None or spec.train.learner != "simulated":
         return None
-    batches = SIMULATED_STEPS + WARM_UP + algorithm.max_staleness  # so many more may be played than are trained on
+    batches = SIMULATED_STEPS + WARM_UP + algorithm.max_staleness  # this many more may be played than are trained on
     turns = algorithm.group_size * algorithm.groups_per_batch * rollout.max_turns * batches
     if max(turns, rollout.max_concurrent_groups * spec.resources.rollout_workers) > SIMULATED_TURNS:
         return None

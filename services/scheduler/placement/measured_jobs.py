@@ -18,7 +18,7 @@ MOST = 9
 FEWEST_STEPS = 3
 """Steps that a job must have done: starting up is more than the first ones."""
 Subject = tuple[Any, ...]
-"""What jobs that are compared have in common."""
+"""Settings in which jobs must agree to be compared."""
 WORDS = {"rollout_workers": "rollout worker", "ranks": "trainer rank"}
 
 

@@ -32,7 +32,7 @@ async def view_of(
         inference_lend_s=settings.inference_lend_s,
     )
     used = await _used_today(ctx, {job.tenant for job in jobs})
-    starting = dict(starting or {})  # which others change meanwhile
+    starting = dict(starting or {})  # a copy: other tasks change it
     return await asyncio.to_thread(
         cluster.view, jobs, now=time.time(), limits=settings.tenants, used=used, rules=rules, starting=starting
     )

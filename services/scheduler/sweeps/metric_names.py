@@ -18,7 +18,7 @@ INTERNAL = OWN_METRICS - RESULTS | {
 
 
 def absent_metric(metric: str, names: Collection[str]) -> str:
-    """Return what is said of a job that reported `names` alone."""
+    """Return the error for a job that reported only `names`."""
     problem = f"its job reported no metric {metric}"
     if not names:
         return f"{problem}, nor any other"

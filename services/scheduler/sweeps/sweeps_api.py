@@ -82,7 +82,7 @@ class SweepsApi:
             ids = [row.id for row in await self._rows(tenant, wanted)]
             start = place_after(before, ids, SWEEPS)
             page = await self.store.summaries(ids[start : start + limit])
-            more = len(ids) > start + limit  # of those on the page some may have been deleted meanwhile
+            more = len(ids) > start + limit  # some of the page may have just been deleted
         cursor = page[:limit][-1].id if page else before
         shown = [sweep_summary(sweep) for sweep in page[:limit]]
         return json_response({"sweeps": shown, "cursor": cursor, "more": more})

@@ -5,7 +5,7 @@ run   consumes the index of heartbeats; produces commands that unload models, an
 
     alive --(no heartbeat for SESSION_KEPT_S, or another needs its room)--> closing --(models are unloaded)--> removed
 
-A session that is closing takes no heartbeats any more and does not count, and its models are unloaded. When they have
+A closing session takes no heartbeats and does not count, and its models are unloaded. When they have
 answered, all that is known of it is removed. The record of a model stays while it has checkpoints.
 """
 

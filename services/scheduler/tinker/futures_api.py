@@ -1,4 +1,4 @@
-"""The handler of retrieve_future: waits for an answer as long as a client does, and says why there is none yet."""
+"""The handler of retrieve_future: waits for an answer as long as a client does, and says why it is not there yet."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ JSON = "application/json"
 MAX_SAMPLES, MAX_LIKELY, MAX_STOPS = 256, 20, 64
 MAX_TOKENS = 1 << 20
 ASSUMED_TOKENS = 4096
-"""Of a sample, where neither `max_tokens` nor the server's job bounds it: so many are counted until it is drawn."""
+"""Tokens counted for a sample until it is drawn, where neither `max_tokens` nor the server's job bounds it."""
 
 
 class SamplingApi:

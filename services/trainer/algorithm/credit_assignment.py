@@ -157,7 +157,7 @@ class Claim:
 def _require_listed_seats(groups: Sequence[Group], algorithm: AlgorithmSpec) -> None:
     """Raise JobFailed if a setting lists seats and none of them is in the game.
 
-    Of several policies, this one's seats need not be listed. Submission has checked this already, unless only the
+    With several policies, this one's seats need not be listed. Submission has checked this already, unless only the
     environment's server knows its seats.
     """
     for field, lists in (("team", algorithm.team), ("episode_peers", algorithm.episode_peers)):

@@ -133,7 +133,7 @@ class Publisher:
             self._break_group(workers, answers, "")
 
     async def _look_for_workers(self) -> None:
-        """Return when every worker has said whether it sleeps, or after the time limit of a swap."""
+        """Return when every worker has reported whether it sleeps, or after the time limit of a swap."""
         deadline = time.monotonic() + self._timeout_s
         while not self._knows_workers and time.monotonic() < deadline:
             if self.ctx.bus.nc.is_connected:

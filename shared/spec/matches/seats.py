@@ -225,7 +225,7 @@ def bots_of(seats: Mapping[str, SeatSpec]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class SeatTable:
-    """What a spec says about the seats of its environment."""
+    """The seats of an environment as a spec gives them to players."""
 
     environment: str
     seats: Mapping[str, SeatSpec]

@@ -150,7 +150,7 @@ class Quota(msgspec.Struct, frozen=True, kw_only=True):
 
 class AskedSample(NamedTuple):
     state: Literal["new", "known", "again"]
-    """`again`: it is known, and its answer, which is forgotten, said that it was lost."""
+    """`again`: it is known, and its forgotten answer was that it was lost."""
     lost: int
     """How often it was."""
 

@@ -166,7 +166,7 @@ class TinkerSessions(TinkerRequests):
         return await self._sessions(ids)
 
     async def leave_session(self, tenant: str, id: str, before: float) -> int:
-        """Begin to remove a session: it takes no heartbeats, models and samplers any more, and neither it nor its
+        """Begin to remove a session: it takes no further heartbeats, models and samplers, and neither it nor its
         models count. Return 1 more than those that counted; 0, and change nothing, if it has had a heartbeat since this
         Unix time."""
         return int(await self._leave_session(

@@ -29,7 +29,7 @@ OutputWithCsv = Annotated[
 USAGE_ERROR: Any = typer.BadParameter.__mro__[2]
 """ClickException, of the click that typer brings."""
 VALIDATOR = "Value error, "
-"""What typer's validation puts before its texts."""
+"""Prefix of the messages of typer's validation."""
 WHOLE = 10_000
 """Help in lists of commands is not cut."""
 HEADINGS = {

@@ -1,4 +1,4 @@
-"""What the objects of a job and of a sweep of `Client` share: their state, and waiting for the end."""
+"""Common part of the job and sweep objects of `Client`: their state, and waiting for the end."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from opentinker.sdk.job_text import reason_of, state_of
 from opentinker.shared.api_types import Job, MetricPoint, Sweep, SweepTrial
 
 WIDTH, HEIGHT = 240, 48
-"""Of a curve, in pixels."""
+"""Size of a curve, in pixels."""
 SHOWN = 10
 """Trials of a card."""
 

@@ -30,7 +30,7 @@ AT_ONCE = 16
 
 
 class AsyncHandle(RecordView[Record]):
-    """`info`, `name`, `state` and `is_over` are as the server said last, in `refresh`, `wait` and all other calls.
+    """`info`, `name`, `state` and `is_over` are as the server reported last, in `refresh`, `wait` and all other calls.
     Methods raise ApiError as the client's calls do."""
 
     def __init__(self, client: AsyncClient, found: Record) -> None:

@@ -1,4 +1,4 @@
-"""What lists of jobs and sweeps are asked for, and changes of labels, as the API takes them."""
+"""Filters of lists of jobs and sweeps, and changes of labels, as the API takes them."""
 
 from __future__ import annotations
 

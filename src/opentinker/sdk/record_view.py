@@ -20,7 +20,7 @@ FINAL = {state.value for state in JobState if state.final}
 class RecordView(ABC, Generic[Record]):
     NOUN: ClassVar[str]
     FIELDS: ClassVar[Collection[str]]
-    """Of the record, shown by rich."""
+    """Fields of the record that rich shows."""
 
     id: str
     _last: Record | None

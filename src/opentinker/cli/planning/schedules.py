@@ -14,7 +14,7 @@ from opentinker.shared.spec.matches.schedules import ScheduleName, rule_of
 
 
 class Pace(NamedTuple):
-    """Of one policy, in seconds per step of its own."""
+    """Speed of one policy, in seconds per step."""
 
     train_s: float
     gen_s: float

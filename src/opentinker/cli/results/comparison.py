@@ -39,7 +39,7 @@ def compare(
 ) -> None:
     """Compare checkpoints by their evaluations: a row per metric, a column per checkpoint.
 
-    Of several evaluations on the same environment the newest counts.
+    The newest of several evaluations on the same environment counts.
     """
     api = client(url)
     found = {one["checkpoint"]: one for one in (_found(api, word) for word in checkpoints)}

@@ -15,7 +15,7 @@ import typer
 
 POLL_S = 2.0
 AGE = re.compile(r" *\d+ (?:s|min|h|d)\b(?: ago)?")
-"""What changes with time alone."""
+"""Text that changes with time alone."""
 
 
 def refresh(show: Callable[[], object], *, poll_s: float = POLL_S) -> NoReturn:

@@ -1,6 +1,6 @@
 """python -m opentinker.environment.android_world.phone_server [--port 8082] [--shards 4] [--emulator-console-port 5556]
 
-Each shard has the emulator of its own ports: the n-th, from 0, console port + 2n and gRPC port + n.
+Each shard has an emulator with separate ports: the n-th, from 0, console port + 2n and gRPC port + n.
 """
 
 from opentinker.environment.android_world.phone_game import CONSOLE_PORT, GRPC_PORT, AndroidWorldGame
