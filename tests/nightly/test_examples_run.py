@@ -1,4 +1,4 @@
-"""Examples are run, not read alone: with simulated engine and learner before every merge, as they stand every night."""
+"""Examples are run, not read alone: with a simulated engine and learner, and as they stand."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ COMMANDS = {
     "runs/models/seeing-qwen": ["examples.models.make_seeing", "--family", "qwen2_5_vl"],
 }
 """Modules that make the models that examples name."""
-WITHOUT_WORDS = OTHER_MACHINES | {"agent_program", "colours", "phone_page", "tool_calc"}
-"""Environments that a simulated engine does not play: tools, images, programs."""
+WITHOUT_WORDS = OTHER_MACHINES | {"agent_program", "colours", "phone_page", "proposed_sums", "tool_calc"}
+"""Environments that a simulated engine does not play: tools, images, programs, problems that it must propose."""
 RUN = [
     name
     for name in EXAMPLES
