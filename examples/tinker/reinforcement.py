@@ -22,14 +22,12 @@ def reward(tokens: list[int], right: list[int]) -> float:
 
 def datum(prompt: list[int], sample: types.SampledSequence, advantage: float) -> types.Datum:
     tokens, before = [*prompt, *sample.tokens], [0.0] * (len(prompt) - 1)
-    return types.Datum(
-        model_input=types.ModelInput.from_ints(tokens[:-1]),
-        loss_fn_inputs={
-            "target_tokens": tokens[1:],
-            "logprobs": [*before, *sample.logprobs],
-            "advantages": [*before, *[advantage] * len(sample.tokens)],
-        },
-    )
+    inputs = {
+        "target_tokens": tokens[1:],
+        "logprobs": [*before, *sample.logprobs],
+        "advantages": [*before, *[advantage] * len(sample.tokens)],
+    }
+    return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
 
 
 def main() -> None:
@@ -49,8 +47,7 @@ def main() -> None:
         for digits, prompt, future in zip(asked, prompts, drawn, strict=True):
             right, group = [*tokenizer.encode(digits), tokenizer.eos_token_id], future.result().sequences
             found = [reward(list(one.tokens), right) for one in group]
-            mean = sum(found) / len(found)
-            batch += [datum(prompt, one, r - mean) for one, r in zip(group, found, strict=True)]
+            batch += [datum(prompt, one, r - sum(found) / SAMPLES) for one, r in zip(group, found, strict=True)]
             rewards += found
         model.forward_backward(batch, "importance_sampling")
         model.optim_step(types.AdamParams(learning_rate=2e-3)).result()

@@ -198,7 +198,7 @@ _CONNECT = (
 )
 """Scripts run with the rights of their caller."""
 _STRINGS = ("get", "set", "del", "exists")
-_HASHES = ("hget", "hmget", "hgetall", "hkeys", "hset", "hdel", "hincrby", "hincrbyfloat", "expire")
+_HASHES = ("hget", "hmget", "hgetall", "hkeys", "hlen", "hset", "hdel", "hincrby", "hincrbyfloat", "expire")
 _SETS = ("sadd", "srem", "smembers")
 _SORTED_SETS = ("zadd", "zrem", "zrange", "zrevrange", "zscore")
 _COMMANDS: dict[str, tuple[str, ...]] = {

@@ -32,9 +32,6 @@ class FullModels:
         self._turns = WeightTurns(self._load, BASE)
         self.loads = 0
 
-    def __len__(self) -> int:
-        return 1
-
     @asynccontextmanager
     async def holding(self, directory: str, version: str) -> AsyncIterator[str]:
         """Keep the engine at the weights in a directory, or with an empty one at those of the base, while the block

@@ -268,8 +268,11 @@ class TinkerJob:
             self._tell()
             self.meter.gauges["serving/running"] = self.running
             self.meter.gauges["serving/waiting"] = max(0, self.turns.open - self.running)
-            self.meter.gauges["serving/adapters"] = len(self.adapters)
-            self.meter.counts["serving/adapters_loaded"] = self.adapters.loads
+            if isinstance(self.adapters, AdapterCache):
+                self.meter.gauges["serving/adapters"] = len(self.adapters)
+                self.meter.counts["serving/adapters_loaded"] = self.adapters.loads
+            else:
+                self.meter.counts["serving/models_loaded"] = self.adapters.loads
             await self.reporter.report()
 
     def _tell(self) -> None:

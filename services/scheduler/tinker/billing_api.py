@@ -17,9 +17,11 @@ from opentinker.services.scheduler.tinker.access import Access, shown_base
 from opentinker.services.scheduler.tinker.sessions_api import when
 from opentinker.shared.security.authorization import Action
 from opentinker.shared.state.tinker.billing import HOUR_S, Spent, TinkerSpent
-from opentinker.shared.types.errors import NotFound, SpecError
+from opentinker.shared.types.errors import SpecError
 
 MAX_HOURS = 14 * 24
+MAX_ENTRIES = 20_000
+"""Of one answer: a few megabytes."""
 GIGABYTE = 10**9
 FIRST = Parameter("starting_on", "First hour, such as 2026-11-29T09:00:00Z.")
 END = Parameter("ending_before", "Hour after the last one; at most 14 days later.")
@@ -38,15 +40,14 @@ class BillingApi:
             problem = f"must be after {FIRST.name}, and at most {MAX_HOURS // 24} days"
             raise SpecError.of(END.name, request.query[END.name][:100], problem)
         tenant = tenant_of(request)
+        if (entries := await self._spent.entries(tenant, first, end)) > MAX_ENTRIES:
+            problem = f"leaves {entries} entries, and one answer may have {MAX_ENTRIES}; ask for fewer hours at a time"
+            raise SpecError.of(END.name, request.query[END.name][:100], problem)
         found = await self._spent.between(tenant, first, end)
-        sessions = {id: await self._metadata(tenant, id) for id in dict.fromkeys(one.session for one in found)}
+        ids = [id for id in dict.fromkeys(one.session for one in found) if id]
+        known = {one.id: one.metadata or None for one in await self._store.sessions(tenant, ids)}
+        sessions = {id: {"user_metadata": known.get(id)} for id in ids}  # None too where it was removed
         return json_response({"data": [_event(one) for one in found], "sessions": sessions, "cost_data_through": None})
-
-    async def _metadata(self, tenant: str, session: str) -> dict[str, Any]:
-        try:
-            return {"user_metadata": (await self._store.session(tenant, session)).metadata or None}
-        except NotFound:  # it was removed
-            return {"user_metadata": None}
 
     @Route("GET", "/api/v1/billing/usage/checkpoints/current", Action.JOBS_READ, parameters=(PROJECT,))
     async def checkpoints(self, request: web.Request) -> web.Response:

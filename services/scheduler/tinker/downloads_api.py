@@ -53,7 +53,7 @@ class DownloadsApi:
     async def urls(self, request: web.Request) -> web.Response:
         """Get signed URLs of a checkpoint's files (Tinker)."""
         found = await self._found(request)
-        files = await asyncio.to_thread(_files, self._access.directory(found))
+        files = await asyncio.to_thread(_files, self._access.directory(found), found.lora.is_full)
         expires = int(time.time()) + VALID_S
         urls = {file.name: await self._url(request, found, file.name, expires) for file in files}
         return json_response({"urls": urls, "expires": when(expires)})
@@ -120,12 +120,12 @@ class DownloadsApi:
         for one in await self._access.store.checkpoints(names["model"]):
             is_wanted = (one.kind, one.name) == (names["kind"], names["name"])
             if is_wanted and not 0 < one.expires <= time.time() and (one.public or one.tenant == tenant):
-                return await _send(request, self._access.directory(one), names["file"])
+                files = await asyncio.to_thread(_files, self._access.directory(one), one.lora.is_full)
+                return await _send(request, files, names["file"])
         raise NotFound("the checkpoint was deleted")
 
 
-async def _send(request: web.Request, directory: Path, file: str) -> web.StreamResponse:
-    files = await asyncio.to_thread(_files, directory)
+async def _send(request: web.Request, files: list[Path], file: str) -> web.StreamResponse:
     chosen = files if file == TAR else [one for one in files if one.name == file]
     if not chosen:
         raise NotFound(f"the checkpoint has no file {file[:100]}")
@@ -141,15 +141,17 @@ async def _send(request: web.Request, directory: Path, file: str) -> web.StreamR
     return answer
 
 
-def _files(directory: Path) -> list[Path]:
-    """Return the files of a checkpoint that are an adapter's, or a model's; the optimizer's state is not. Raises
-    NotFound."""
+def _files(directory: Path, is_full: bool) -> list[Path]:
+    """Return the files of a checkpoint that are an adapter's, or with `is_full` a model's, without the optimizer's
+    state. Raises NotFound."""
     try:
         found = sorted(entry.path for entry in os.scandir(directory) if entry.is_file(follow_symlinks=False))
     except OSError:
-        raise NotFound("the checkpoint's files are gone") from None
-    files = [Path(path) for path in found]
-    return [file for file in files if file.name.startswith("adapter_")] or files
+        found = []
+    files = [file for file in map(Path, found) if is_full or file.name.startswith("adapter_")]
+    if not files:
+        raise NotFound("the checkpoint's files are gone")
+    return files
 
 
 def _bytes(file: Path) -> Iterator[bytes]:

@@ -49,7 +49,6 @@ from opentinker.services.scheduler.tinker.commands import Body, Commands, or_ski
 from opentinker.services.scheduler.tinker.endings import Endings
 from opentinker.shared.security.authorization import Action
 from opentinker.shared.state.tinker.sessions import TooManyRecords
-from opentinker.shared.state.tinker.store import MAX_CHECKPOINT_BYTES
 from opentinker.shared.types.core import JobRecord
 from opentinker.shared.types.errors import NotFound, SpecError
 from opentinker.shared.types.tinker import (
@@ -260,13 +259,11 @@ class TrainingApi:
         """Return what is answered to a save for which there is no room."""
         store = self._access.store
         try:
-            if not save.name:
+            if save.name:
+                await store.require_room_for_checkpoint(tenant, save.name)
+            else:
                 await store.make_room_for_sampler(tenant)
-            elif (stored := await store.stored_bytes(tenant)) >= MAX_CHECKPOINT_BYTES:
-                problem = f"tenant {tenant} has checkpoints of {stored} bytes, and may have {MAX_CHECKPOINT_BYTES}"
-                advice = "delete some (`tinker checkpoint delete`), or save with ttl_seconds"
-                raise SpecError.of("path", save.name, f"cannot be saved: {problem}; {advice}")
-        except (SpecError, TooManyRecords) as error:
+        except TooManyRecords as error:
             return Skip(error=str(error))
         return None
 

@@ -32,6 +32,7 @@ from opentinker.services.trainer.tinker.losses import (
 from opentinker.services.trainer.tinker.model_files import ModelNotes
 from opentinker.services.trainer.tinker.model_layers import lora_of
 from opentinker.services.trainer.tinker.tinker_lease import TinkerLease
+from opentinker.shared.state.tinker.sessions import TooManyRecords
 from opentinker.shared.types.errors import NotFound
 from opentinker.shared.types.tinker import (
     Command,
@@ -215,6 +216,10 @@ class ModelCommands:
             return Saved(path=made.path)
         if is_whole and known and not body.overwrite and not (known[0].expires and known[0].expires <= now):
             raise Refused(f"checkpoint {made.path} exists; choose another name, or save with overwrite")
+        try:
+            await shared.records.require_room_for_checkpoint(self.tenant, body.name)  # others had their turn meanwhile
+        except TooManyRecords as error:
+            raise Refused(str(error)) from None
         directory = shared.place(self.model) / body.kind / made.place
         base = self._bank.bank.base
         size = await asyncio.to_thread(

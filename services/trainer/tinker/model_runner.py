@@ -262,7 +262,7 @@ class ModelRunner:
                 await self._settle()
                 await self._begin(command, arrived, repeated=False)
             if seq not in self._tasks:
-                await self._shared.answer(request, self._late_answer(seq, command))
+                await self._shared.answer(request, self._late_answer(seq, command), self.tenant)
             if self._ended is not None or seq <= self._stored or seq > self._sent:
                 self.uncovered.pop(seq, None)
 
@@ -352,6 +352,11 @@ class ModelRunner:
         finally:
             await cancel_and_wait(self._storing, *self._tasks.values())
             await self._commands.leave()
+
+    @property
+    def tenant(self) -> str:
+        """Empty before the model is created."""
+        return self._commands.tenant
 
     @property
     def unanswered(self) -> list[str]:

@@ -167,8 +167,10 @@ class TinkerJob:
             if isinstance(error, Exception):  # its commands are carried out again
                 log.warning("model_not_stored", model=runner.model, error=str(error))
         if is_over:
-            for request in [request for runner in runners for request in runner.unanswered]:
-                await self._shared.answer(request, Failed(error="the Tinker server has ended", category="server"))
+            over = Failed(error="the Tinker server has ended", category="server")
+            for runner in runners:
+                for request in runner.unanswered:
+                    await self._shared.answer(request, over, runner.tenant)
         else:
             with contextlib.suppress(Fenced, ConsumerDeleted):
                 await self._purge()

@@ -39,7 +39,7 @@ class TinkerLease:
         """Hold this while holding a copy of a model: of those that train all weights there is memory for one."""
         return self.bank.copying if self.spec.tinker.full_weights else contextlib.nullcontext()
 
-    async def answer(self, request: str, result: Result, tenant: str = "") -> None:
+    async def answer(self, request: str, result: Result, tenant: str) -> None:
         """Keep the answer unless there is one, count what the request of `tenant` had, and tell who waits for it."""
         is_kept = await self.records.answer(Answer(request=request, result=result))
         await self.ctx.bus.emit(ANSWERED, Answered(request=request), job=self.lease.job)

@@ -120,6 +120,10 @@ class TinkerSessions(TinkerRequests):
         """Raises NotFound, for a session of another tenant too."""
         return self._own(await self._read(TinkerSession, f"tinker:session:{id}"), tenant, f"session {id}")
 
+    async def sessions(self, tenant: str, ids: Sequence[str]) -> list[TinkerSession]:
+        """Return those of these sessions that there are; other tenants' are left out."""
+        return [session for session in await self._sessions(ids) if session.tenant == tenant]
+
     async def has_session(self, id: str) -> bool:
         """Return whether the session of a model or sampler is there."""
         return bool(await self._redis.exists(f"tinker:session:{id.partition(':')[0]}"))

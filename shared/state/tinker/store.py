@@ -40,7 +40,8 @@ from opentinker.shared.types.tinker import (
 MAX_MODELS = 256
 """Largest number of a tenant's models that were not unloaded."""
 MAX_CHECKPOINT_BYTES = 1 << 40
-"""Bytes of a tenant's checkpoints at which further saves are refused. Saves under way may exceed it."""
+"""Bytes of a tenant's checkpoints at which further saves are refused, when they are sent and when their turn comes.
+Those that are being written may exceed it."""
 
 
 # KEYS model, models, models of the job, live, trained, session, closing. ARGV: id, record, created, MAX_MODELS, id of
@@ -259,6 +260,13 @@ class TinkerStore(TinkerSessions):
     async def stored_bytes(self, tenant: str) -> int:
         """Return the bytes of the tenant's checkpoints."""
         return int(await self._redis.hget("tinker:stored", tenant) or 0)
+
+    async def require_room_for_checkpoint(self, tenant: str, name: str) -> None:
+        """Raises TooManyRecords if the tenant's checkpoints have as many bytes as they may have."""
+        if (stored := await self.stored_bytes(tenant)) >= MAX_CHECKPOINT_BYTES:
+            problem = f"tenant {tenant} has checkpoints of {stored} bytes, and may have {MAX_CHECKPOINT_BYTES}"
+            advice = "delete some (`tinker checkpoint delete`), or save with ttl_seconds"
+            raise TooManyRecords(f"checkpoint {name} cannot be saved: {problem}; {advice}")
 
     async def remove_checkpoint(self, checkpoint: TinkerCheckpoint) -> bool:
         """Return False, and change nothing, if its record is another one by now."""

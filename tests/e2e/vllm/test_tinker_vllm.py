@@ -18,6 +18,7 @@ import torch
 from opentinker.services.rollout_worker.engines.gpu_split import GpuSplit
 from opentinker.services.rollout_worker.renderer import Renderer
 from opentinker.services.rollout_worker.service import make_engine
+from opentinker.services.rollout_worker.tinker.adapter_cache import AdapterCache
 from opentinker.services.rollout_worker.tinker.tinker_job import TinkerJob, Undrawn
 from opentinker.shared.config import Settings
 from opentinker.shared.spec import parse_spec
@@ -142,15 +143,17 @@ async def test_adapters_and_the_base_in_one_batch_are_each_what_they_are_alone(s
 
 
 async def test_an_evicted_adapter_comes_back_and_nothing_under_way_loses_its_own(sampler: Sampler) -> None:
-    before = sampler.job.adapters.loads
+    cache = sampler.job.adapters
+    assert isinstance(cache, AdapterCache)
+    before = cache.loads
     for name in ("a", "b", "c", "a", "", "b"):
         assert sampler.distance(name, PROMPT, await sampler.draw(name, params=HOT), 0.7) <= TOLERANCE
-    assert sampler.job.adapters.loads - before >= 3 and len(sampler.job.adapters) == 2
+    assert cache.loads - before >= 3 and len(cache) == 2
     names = ["a", "", "b", "c"] * 4  # three for two places, at once
     results = await asyncio.gather(*(sampler.draw(name, LONG, count=2, params=HOT) for name in names))
     for name, result in zip(names, results, strict=True):
         assert sampler.distance(name, LONG, result, 0.7) <= TOLERANCE
-    assert len(sampler.job.adapters) == 2
+    assert len(cache) == 2
 
 
 async def test_prompts_and_likeliest_tokens_are_told_at_temperature_1_next_to_samples(sampler: Sampler) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
@@ -37,6 +38,7 @@ from opentinker.shared.messaging.subjects import (
     Call,
 )
 from opentinker.shared.state.store import Store
+from opentinker.shared.state.tinker.billing import HOUR_S, TinkerSpent
 from opentinker.shared.state.tinker.requests import Quota
 from opentinker.shared.state.tinker.store import TinkerStore
 from opentinker.shared.types.env_protocol import EnvCheck, EnvCheckReply
@@ -261,6 +263,7 @@ async def test_each_service_of_the_tinker_api_may_do_its_work_in_redis(
         await trainer.add_sampler(sampler)
         assert await trainer.samplers_of(model.id) == [sampler] and await trainer.is_alive("s")
         await trainer.forget_use(model.id, [sampler.id])
+        await trainer.require_room_for_checkpoint("t", "n")
         await trainer.set_progress(model.id, ModelProgress(steps=1))
         for number in range(2):
             request = f"{sampler.id}#{number}"
@@ -274,6 +277,10 @@ async def test_each_service_of_the_tinker_api_may_do_its_work_in_redis(
             drawn = Sampled(sequences=[SampleSequence(stop="stop", tokens=tokens, logprobs=tokens)])
             assert await worker.answer(Answer(request=request, result=drawn))
             await worker.drop_sample(request)
+        for service in (trainer, worker):
+            await TinkerSpent(service._redis).add("t", "s", "b", {"training": 5})
+        (spent,) = await TinkerSpent(gateway._redis).between("t", (hour := int(time.time()) // HOUR_S) - 1, hour + 1)
+        assert spent.amount == 10 and await TinkerSpent(gateway._redis).entries("t", hour - 1, hour + 1) == 1
         assert await gateway.remove_checkpoint(made)
 
 

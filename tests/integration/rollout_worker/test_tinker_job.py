@@ -16,6 +16,7 @@ import pytest
 from redis.exceptions import ResponseError
 
 from opentinker.services.rollout_worker.engines.base import Completion, EngineLost
+from opentinker.services.rollout_worker.tinker.adapter_cache import AdapterCache
 from opentinker.services.rollout_worker.tinker.tinker_job import MAX_LOSSES_ALONE, SUSPECT_LOSSES, TinkerJob
 from opentinker.shared.asyncio_tools import cancel_and_wait
 from opentinker.shared.messaging.bus import Bus
@@ -76,6 +77,7 @@ async def test_adapters_are_loaded_on_demand_and_logprobs_of_prompts_are_told(be
             request = await bench.ask(str(number), directory=place, version="1", rank=4, prompt_logprobs=True)
             prompt = np.frombuffer((await bench.sampled(request)).prompt_logprobs, "<f4")
             assert np.isnan(prompt[0]) and np.allclose(prompt[1:], -np.log(128)) and len(prompt) == len(PROMPT)
+        assert isinstance(job.adapters, AdapterCache)
         assert len(job.adapters) == 2 and job.adapters.loads == 4, "the first one was evicted and came back"
     assert len(engine.adapters) == 4 and "" in engine.adapters
 

@@ -21,7 +21,7 @@ from opentinker.shared.runtime.service import Context
 from opentinker.shared.security.audit_log import folder, writers
 from opentinker.shared.security.authorization import Role
 from opentinker.shared.types.core import JobState
-from opentinker.shared.types.tinker import TinkerCheckpoint
+from opentinker.shared.types.tinker import TinkerCheckpoint, tinker_place
 from tests.conftest import NewContext, until
 from tests.integration.tinker.site import BASE, Client, FakeWorkers, checkpoint_of, passes, start_server
 from tests.support.api import Http, new_key_of
@@ -130,7 +130,9 @@ async def test_a_public_checkpoint_is_loaded_and_downloaded_by_others_and_change
         assert (await blue.get(f"{place}/external_weights_urls"))[0] == 404
 
 
-async def test_files_come_by_signed_urls_without_a_key(user: Client, api: Http, saved: TinkerCheckpoint) -> None:
+async def test_files_come_by_signed_urls_without_a_key(
+    user: Client, api: Http, ctx: Context, saved: TinkerCheckpoint
+) -> None:
     place = f"training_runs/{saved.model}/checkpoints/weights/first"
     _, found = await user.get(f"{place}/external_weights_urls")
     url = found["urls"]["adapter_model.safetensors"].removeprefix(api.url)
@@ -142,6 +144,11 @@ async def test_files_come_by_signed_urls_without_a_key(user: Client, api: Http, 
         assert response.status == 200
         with tarfile.open(fileobj=io.BytesIO(await response.read())) as archive:
             assert sorted(archive.getnames()) == sorted(found["urls"])
+    directory = tinker_place(ctx.settings.data_dir, saved.model) / saved.kind / saved.name
+    for file in directory.glob("adapter_*"):
+        file.unlink()
+    assert (await user.get(f"{place}/external_weights_urls"))[0] == 404, "the optimizer's state is not an adapter"
+    assert (await api("GET", url))[0] == 404
     assert (await user.send("DELETE", place))[0] == 200
     assert (await api("GET", url))[0] == 404 and (await user.send("DELETE", place))[0] == 404
 

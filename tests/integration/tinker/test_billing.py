@@ -7,8 +7,12 @@ from typing import Any
 
 import pytest
 
+from opentinker.services.scheduler.tinker import billing_api
 from opentinker.shared.runtime.service import Context
+from opentinker.shared.state.tinker import billing
 from opentinker.shared.state.tinker.billing import HOUR_S, TinkerSpent
+from opentinker.shared.state.tinker.store import TinkerStore
+from opentinker.shared.types.tinker import TinkerSession
 from tests.integration.tinker.site import BASE, Client, FakeWorkers, checkpoint_of
 
 HOUR = "2026-11-29T09:00:00Z"
@@ -48,6 +52,33 @@ async def test_usage_is_listed_by_hour_session_and_base_and_is_of_the_tenant(
     assert {one["base_model"] for one in found["data"]} == {BASE}
     assert (await usage(user, now, now + 1))["data"] == found["data"][1:]
     assert found["sessions"] == {session: {"user_metadata": {"run": "a"}}, "s-gone": {"user_metadata": None}}
+
+
+async def test_entries_of_an_hour_and_of_an_answer_are_bounded_and_no_token_is_lost(
+    user: Client, ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(billing, "MAX_OF_HOUR", 3)
+    spent, now = TinkerSpent(ctx.store.redis), int(time.time()) // HOUR_S
+    for number in range(5):
+        await spent.add("default", f"s-{number}", BASE, {"training": 10})
+    await spent.add("default", "s-0", BASE, {"training": 1, "checkpoint": 1})
+    found = await usage(user, now, now + 1)
+    said = {(one["session_id"], one["event_info"]["type"]): one["event_info"] for one in found["data"]}
+    assert said["", "training"]["token_count"] == 20 and said["s-0", "training"]["token_count"] == 11
+    assert said["", "checkpoint"]["count"] == 1 and len(said) == 5
+    assert found["sessions"].keys() == {"s-0", "s-1", "s-2"}
+    monkeypatch.setattr(billing_api, "MAX_ENTRIES", 4)
+    params = {"starting_on": at(now - 1), "ending_before": at(now + 1)}
+    status, refused = await user.get("billing/usage/events", params=params)
+    assert status == 422 and "leaves 5 entries" in refused["detail"] and "fewer hours" in refused["detail"]
+
+
+async def test_metadata_of_another_tenant_s_session_is_not_told(user: Client, ctx: Context) -> None:
+    theirs = TinkerSession(id="s-theirs", tenant="other", created=1.0, metadata={"secret": "x"})
+    await TinkerStore(ctx.store.redis).open_session(theirs)
+    now = int(time.time()) // HOUR_S
+    await TinkerSpent(ctx.store.redis).add("default", theirs.id, BASE, {"training": 1})
+    assert (await usage(user, now, now + 1))["sessions"] == {theirs.id: {"user_metadata": None}}
 
 
 async def test_checkpoints_are_counted_as_they_are_now(user: Client, ctx: Context, workers: FakeWorkers) -> None:

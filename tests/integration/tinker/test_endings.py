@@ -306,7 +306,7 @@ async def test_models_sessions_samplers_and_bytes_of_a_tenant_are_bounded(
     monkeypatch.setattr(f"{state}.tinker.store.MAX_MODELS", 2)
     monkeypatch.setattr(f"{state}.tinker.sessions.MAX_SESSIONS", 3)
     monkeypatch.setattr(f"{state}.tinker.sessions.MAX_SAMPLERS", 2)
-    monkeypatch.setattr("opentinker.services.scheduler.tinker.training_api.MAX_CHECKPOINT_BYTES", 10)
+    monkeypatch.setattr("opentinker.shared.state.tinker.store.MAX_CHECKPOINT_BYTES", 10)
     session = await user.session()
     first, _ = await user.model(session, 0), await user.model(session, 1)
     body: dict[str, Any] = {"session_id": session, "base_model": BASE, "lora_config": {"rank": 8}}

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import subprocess
 import time
 from typing import Any
 
@@ -15,8 +13,8 @@ from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.tinker.billing import HOUR_S, TinkerSpent
 from opentinker.shared.types.tinker import Command, Sampler, Save, tinker_place
 from tests.integration.tinker.site import BASE, FakeWorkers, checkpoint_of, start_server
-from tests.support.api import OPERATOR
 from tests.support.tinker import environments
+from tests.support.tinker.sdk_clients import called, run
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
 
@@ -42,18 +40,9 @@ class Saves(FakeWorkers):
 
 @pytest.mark.parametrize("version", environments.VERSIONS)
 async def test_a_client_trains_saves_and_samples(ctx: Context, url: str, version: str) -> None:
-    python = await asyncio.to_thread(environments.python_with, version)
     job = await start_server(ctx)
     async with Saves(ctx, job).work() as workers:
-        environ = {**os.environ, "TINKER_BASE_URL": url, "TINKER_API_KEY": f"tml-{OPERATOR}", "TINKER_TELEMETRY": "0"}
-        environ.pop("PYTHONPATH", None)
-        run = await asyncio.to_thread(
-            subprocess.run,
-            [str(python), str(environments.CLIENT_RUN), BASE],
-            env=environ, capture_output=True, text=True, timeout=300, check=False,
-        )  # fmt: skip
-    assert run.returncode == 0, run.stderr[-3000:]
-    found = json.loads(run.stdout.splitlines()[-1])
+        found = await run(url, version, BASE)
     assert found["version"] == version and found["bases"] == [BASE] and found["info"] == BASE
     assert found["losses"] == [1.5] * 6 and found["lengths"] == [5, 3]
     assert "has 1 rows" in found["refused"] or "weights" in found["refused"]
@@ -66,16 +55,10 @@ async def test_the_command_line_shows_usage_and_what_is_stored(ctx: Context, url
     python = await asyncio.to_thread(environments.python_with, environments.VERSIONS[-1])
     await TinkerSpent(ctx.store.redis).add("default", "s-1", BASE, {"training": 1234, "sampling_prefill": 5})
     await FakeWorkers(ctx, "j").store.add_checkpoint(checkpoint_of(ctx, "s-1:train:0", size=2 * 10**9))
-    environ = {**os.environ, "TINKER_BASE_URL": url, "TINKER_API_KEY": f"tml-{OPERATOR}", "TINKER_TELEMETRY": "0"}
-    environ.pop("PYTHONPATH", None)
+    command = str(python.with_name("tinker"))
 
     async def told(*argv: str) -> Any:
-        command = [str(python.with_name("tinker")), "-f", "json", "billing", *argv]
-        run = await asyncio.to_thread(
-            subprocess.run, command, env=environ, capture_output=True, text=True, timeout=300, check=False
-        )
-        assert run.returncode == 0, run.stderr[-3000:]
-        return json.loads(run.stdout)
+        return json.loads(await called(url, command, "-f", "json", "billing", *argv))
 
     hours = [time.strftime("%Y-%m-%dT%H:00:00Z", time.gmtime(time.time() + more * HOUR_S)) for more in (0, 1)]
     found = await told("usage", *hours)

@@ -31,6 +31,19 @@ from tests.integration.trainer.tinker.conftest import (
 )
 
 
+async def test_a_save_that_waited_is_refused_where_others_have_filled_the_room(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("opentinker.shared.state.tinker.store.MAX_CHECKPOINT_BYTES", 1)
+    client = Client(server, "s:train:0")
+    await client.create()
+    sent = [await client.send(Save(kind="weights", name=name)) for name in ("a", "b")]
+    first, second = [await client.result(request) for request in sent]
+    assert first == Saved(path="tinker://s:train:0/weights/a")
+    assert "b cannot be saved" in second.error and "may have 1" in second.error
+    assert [path.name for path in (tinker_place(server.data_dir, client.model) / "weights").iterdir()] == ["a@1"]
+
+
 async def test_checkpoints_are_saved_refused_replaced_loaded_and_begun_with(server: Server) -> None:
     client = Client(server, "s:train:0")
     await client.create()
