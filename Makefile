@@ -15,7 +15,7 @@ MODULES  := dashboard/node_modules/.package-lock.json
 SERVED   := services/scheduler
 PAGE     := $(SERVED)/page/index.html
 
-.PHONY: setup dashboard browser games helm run run-gsm8k test test-fast test-nightly compose-test simulation check load learning gpu-check gpu-wheels docs locks clean
+.PHONY: setup dashboard browser games helm run run-gsm8k test test-fast test-nightly compose-test simulation check check-types check-rest load learning gpu-check gpu-wheels docs locks clean
 
 # All that tests and checks need. `make run` installs a part of it, what one machine runs jobs with.
 setup: $(STAMP) dashboard
@@ -114,10 +114,15 @@ compose-test: setup
 simulation: setup
 	OPENTINKER_PLACEMENT_EVENTS=10000 $(BIN)/python -m pytest tests/unit/scheduler/test_placement.py -s -k whatever_happens -m "nightly or not nightly" --timeout=0
 
-check: setup $(MODULES)
+# In two parts, since mypy takes one core for longer than all else: make -j2 check
+check: check-rest check-types
+
+check-types: setup
+	$(BIN)/mypy $(CHECKED)
+
+check-rest: setup $(MODULES)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy $(CHECKED)
 	$(BIN)/lint-imports --no-cache
 	cd dashboard && $(NODE) node_modules/typescript/bin/tsc --noEmit
 	cd dashboard && $(NODE) --test "test/**/*.test.ts"
