@@ -89,9 +89,10 @@ helm: setup
 
 # What guards a merge (aim: 12 minutes on two cores). Tests mostly wait for processes that they started, so there are more
 # files at a time than cores. One after another: make test JOBS=0. Those processes write byte code, whatever the shell
-# says: hundreds of them would compile the same modules again.
+# says: hundreds of them would compile the same modules again. schemathesis is a library here: its plugin would cost each
+# a second.
 JOBS ?= 4
-PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0
+PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -p no:schemathesis -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 test: setup browser
 	$(PYTEST)
 

@@ -85,6 +85,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
                 terminalreporter.write_line(line)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out tests/nightly where nobody asks for it: each process would import it to deselect it."""
+    return True if collection_path == NIGHTLY and config.option.markexpr == "not nightly" else None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what is in tests/nightly, before pytest deselects by markers, and sort."""
