@@ -202,6 +202,9 @@ def _opponent_mistakes(spec: JobSpec, validation: ValidationSpec) -> list[dict[s
             known = f"its policies are: {', '.join(spec.policies)}" if spec.policies else "it has no [policies]"
             problem = f"is not a policy of this job; {known}"
             found.append(mistake(f"validation.against.{place}.policy", opponent.policy, problem))
+        elif opponent.policy is not None and len(spec.policies) == 1:
+            problem = "is the job's only policy, and none is evaluated against itself: name a bot or a checkpoint"
+            found.append(mistake(f"validation.against.{place}.policy", opponent.policy, problem))
     patterns = [seat for seat in spec.seats if any(sign in seat for sign in "*?[")]
     problem = ""
     if not spec.seats:

@@ -19,6 +19,12 @@ WHOLE = "(whole spec)"
 UNKNOWN = "unknown setting"
 IS_NEEDED = "is needed"
 NO_TABLE = "must be a table"
+PATTERNS = {
+    r"^[a-z][a-z0-9_]{0,31}$": "must begin with a small letter and go on with small letters, digits and _, 32 in all",
+}
+"""What names of a pattern look like, in words."""
+KEY = "[key]"
+"""Last part of pydantic's path to the name of an entry."""
 MAX_VALUE_CHARACTERS = 80
 """Characters of a value that a mistake shows."""
 
@@ -73,6 +79,7 @@ def mistakes_of(item: Any, data: Any = None) -> list[dict[str, Any]]:
     """One of pydantic's errors as ours; a validator of ours may have found several. `data`: what was validated, which
     tells the names of settings from pydantic's names for the branches of a union."""
     path = [str(part) for part in _written(item["loc"], data)]
+    path = path[:-1] if path[-1:] == [KEY] else path
     cause = item.get("ctx", {}).get("error")
     if isinstance(cause, Mistakes):
         return [{**m, "field": ".".join([*path, m["field"]]), "value": short(m["value"])} for m in cause.mistakes]
@@ -119,6 +126,8 @@ def _problem(item: Any) -> str:
             return NO_TABLE
         case "string_type":
             return "must be a text"
+        case "string_pattern_mismatch" if item["ctx"]["pattern"] in PATTERNS:
+            return PATTERNS[item["ctx"]["pattern"]]
     text = str(item["msg"]).removeprefix("Value error, ").partition(", unable to ")[0]
     return re.sub(r"^(Input|String|List|Dictionary) should ", "must ", text)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from opentinker.shared.spec.matches.policies import OWN_METRICS
-from opentinker.shared.types.mistakes import nearest
+from opentinker.shared.types.metric_names import meant_metric
 
 SHOWN_NAMES = 12
 RESULTS = {"reward", "rewards", "val", "loss"}
@@ -22,7 +22,7 @@ def absent_metric(metric: str, names: Collection[str]) -> str:
     problem = f"its job reported no metric {metric}"
     if not names:
         return f"{problem}, nor any other"
-    near = nearest(metric, sorted(names))
+    near = meant_metric(metric, names)
     meant = f"; did you mean {near}?" if near else ""
     shown = ", ".join(sorted(names, key=_rank)[:SHOWN_NAMES])
     of = f"some of the {len(names)} that it reported" if len(names) > SHOWN_NAMES else "it reported"

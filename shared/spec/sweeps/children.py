@@ -14,6 +14,7 @@ from pydantic import Field, ValidationError, WithJsonSchema
 
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.spec.labels import MAX_CHARACTERS
+from opentinker.shared.spec.matches.policy_metrics import reported_name_mistakes
 from opentinker.shared.spec.notify import sweep_mistakes
 from opentinker.shared.spec.sweeps.table import MAX_PARAMETERS, METRICS, SweepTable, leaves_of
 from opentinker.shared.types.errors import SpecError, plural
@@ -121,7 +122,7 @@ def parse_sweep(data: Any) -> Sweep:
         raise SpecError.of("kind", kind, "has no end and no metric to compare: a sweep is of rl, sft, dpo or eval jobs")
     full = table.with_defaults(kind if isinstance(kind, str) and kind in METRICS else "rl")
     silent = [] if table.notify_jobs else sweep_mistakes(base.get("notify"), str(full.metric), str(full.goal))
-    wrong = _misplaced(table, base) + silent
+    wrong = _misplaced(table, base) + silent + _misnamed_metric(table, full, base)
     if table.kind not in (None, kind):
         problem = f"contradicts kind = {kind!r}: leave one of them out, or write kind = {TABLE!r}"
         wrong.append(mistake(f"{TABLE}.kind", table.kind, problem))
@@ -260,6 +261,13 @@ def _misplaced(table: SweepTable, base: Mapping[str, Any]) -> list[dict[str, Any
         elif table.seeds and path in _seeded(base):
             found.append(mistake(_parameter(path), None, "is set by sweep.seeds"))
     return found
+
+
+def _misnamed_metric(table: SweepTable, full: SweepTable, base: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return a mistake if jobs with [policies] report the metric by another name. `full`: with the defaults."""
+    policies = base.get("policies")
+    names = [name for name in policies if isinstance(name, str)] if isinstance(policies, dict) else []
+    return reported_name_mistakes(f"{TABLE}.metric", str(full.metric), names, is_default=table.metric is None)
 
 
 def first_of(table: SweepTable) -> Settings:

@@ -164,7 +164,8 @@ class SweepTable(SpecPart):
     `train.lr = { low = 1e-6, high = 1e-3, log = true }`."""
     metric: Annotated[str, Field(min_length=1, max_length=200)] | None = None
     """Metric by which trials are compared: one of docs/metrics.md or of the environment. Default: `reward/mean` (rl),
-    `loss` (sft), `rewards/accuracy` (dpo), `val/reward/mean` (eval)."""
+    `loss` (sft), `rewards/accuracy` (dpo), `val/reward/mean` (eval). With [policies] it is `POLICY/METRIC`, and needed.
+    """
     goal: Literal["maximize", "minimize"] | None = None
     """Whether larger or smaller values are better; default: `minimize` for the metric `loss`, else `maximize`."""
     summary: Literal["last", "best", "mean"] = "last"

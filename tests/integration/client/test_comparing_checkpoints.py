@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import orjson
+import pytest
+import typer
 
 from opentinker import AsyncClient
+from opentinker.cli.results.comparison import refuse_unknown
 from opentinker.cli.results.values import estimate_of, names_of
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.store import Store
@@ -25,6 +30,15 @@ def test_bounds_are_part_of_their_value_and_main_values_come_first() -> None:
     assert names_of(values) == ["val/exact", "val/reward/mean", "val/low", "val/tokens", "val/task/a/reward"]
     assert estimate_of(values, "val/reward/mean") == "0.5 (0.25 to 0.75)" and estimate_of(values, "val/low") == "3"
     assert estimate_of(values, "val/tokens") == "12,345"
+
+
+@pytest.mark.parametrize("metric", ["val/winrate/a/random", "a/val/winrate/random", "winrate/rndom"])
+def test_a_metric_of_a_policy_s_checkpoint_does_not_name_the_policy(metric: str) -> None:
+    newest: Any = {"j-0123456789~a@5": {"kuhn_poker": {"values": {"val/winrate/random": 0.5, "val/rating": 9.0}}}}
+    with pytest.raises(typer.BadParameter, match=r"did you mean winrate/random\? \(they have: .*rating"):
+        refuse_unknown([metric], newest)
+    refuse_unknown(["winrate/random", "val/rating"], newest)
+    refuse_unknown([metric], {"j-0123456789~a@5": {}})
 
 
 async def test_a_result_has_a_row_per_metric(client: AsyncClient, store: Store, on: list[str]) -> None:
@@ -54,6 +68,9 @@ async def test_checkpoints_are_compared_by_their_newest_evaluations(
     assert any(line.split() == ["bandit", "turns", "-", "2"] for line in shown)
     only = (await run("compare", first, second, "--metric", "exact", *on)).stdout
     assert "turns" not in only and "exact" in only
+    wrong = await run("compare", first, second, "--metric", "exakt", *on)
+    said = " ".join(wrong.stderr.split())
+    assert wrong.returncode == 2 and "has exakt; did you mean exact? (they have: exact, " in said
     whole = orjson.loads((await run("compare", first, second, "--json", *on)).stdout)
     assert [one["checkpoint"] for one in whole] == [first, second]
     for missing, what in (("j-aaaaaaaaaa@11", "no checkpoint j-aaaaaaaaaa@11"), ("worst", "no published checkpoint")):

@@ -24,6 +24,7 @@ from tests.conftest import until
 from tests.integration.client.test_cli import environ, typed
 from tests.support.api import OPERATOR, SPEC
 from tests.support.factories import make_point, make_spec
+from tests.unit.shared.spec.signalling_job import BASE as SIGNALLING
 
 ROOT = Path(__file__).parents[3]
 
@@ -62,6 +63,24 @@ async def test_metrics_are_summed_up_or_shown_by_step(job: str, on: list[str]) -
     assert len((await run("metrics", job, "reward/mean", "-n", 30, *on)).stdout.splitlines()) == 31
     assert "step  source" in (await run("metrics", job, "val/*", *on)).stdout
     assert len((await run("metrics", job, "--source", "validation", *on)).stdout.splitlines()) == 4
+
+
+async def test_a_metric_that_was_not_reported_is_told_with_the_one_that_was_meant(
+    client: AsyncClient, bus: Bus, store: Store, on: list[str]
+) -> None:
+    """Also where its policy is at another place, and where others of the names are there."""
+    id = (await client.submit({**SIGNALLING}))["id"]
+    point = make_point(id, 1, {"speaker/val/rating": 1.0, "speaker/val/winrate/random": 0.5}, "validation~speaker")
+    await bus.publish(METRIC, point, f"{id}/val", job=id, source="validation~speaker")
+    await until(lambda: client.metrics(id), lambda found: len(found) == 1)
+    for name, right in (("winrate/speaker/random", "winrate/random"), ("rating/speaker", "rating")):
+        unknown = await run("metrics", id, f"val/{name}", *on)
+        assert unknown.returncode == 2 and f"did you mean speaker/val/{right}?" in " ".join(unknown.stderr.split())
+    some = await run("metrics", id, "speaker/val/rating", "val/rating/speaker", *on)
+    assert some.returncode == 0 and "no val/rating/speaker; did you mean speaker/val/rating?" in some.stderr
+    await store.transition(id, JobState.CANCELLED)
+    watched = await run("metrics", id, "val/rating/speaker", "--watch", *on)
+    assert watched.returncode == 2 and "did you mean speaker/val/rating?" in " ".join(watched.stderr.split())
 
 
 async def test_metrics_are_exported_as_csv_and_json(job: str, on: list[str]) -> None:

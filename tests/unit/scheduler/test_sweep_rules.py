@@ -204,5 +204,7 @@ def test_an_absent_metric_is_told_with_the_one_that_was_meant_and_results_first(
     told = absent_metric("exakt", names)
     assert told.startswith("its job reported no metric exakt; did you mean exact? (some of the 75 that it reported: ")
     assert "reported: exact, reward/mean, val/reward/mean, alarm/entropy, " in told
+    told = absent_metric("val/rating/speaker", {"speaker/val/rating", "speaker/val/reward/mean"})
+    assert told.startswith("its job reported no metric val/rating/speaker; did you mean speaker/val/rating?")
     assert absent_metric("solved", {"reward/mean"}) == "its job reported no metric solved (it reported: reward/mean)"
     assert absent_metric("solved", set()) == "its job reported no metric solved, nor any other"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,12 +10,16 @@ import typer
 from opentinker.cli.common import AsJson, Url, client, complain, print_json, print_table
 from opentinker.cli.results.values import estimate_of, names_of
 from opentinker.cli.shell import complete
+from opentinker.shared.types.core import split_part
 from opentinker.shared.types.errors import NotFound
+from opentinker.shared.types.metric_names import meant_metric, split_policy
 
 if TYPE_CHECKING:
     from opentinker.client import Client
     from opentinker.shared.api_types import Evaluation, RegisteredCheckpoint
 
+SHOWN = 20
+"""Metrics that a mistake names."""
 LISTED = 1000
 """Checkpoints of a job among which one is looked for."""
 
@@ -47,6 +51,8 @@ def compare(
         print_json(list(found.values()))
         return
     newest = {name: _newest(one) for name, one in found.items()}
+    if metric:
+        refuse_unknown(metric, newest)
     rows = []
     for environment in sorted({on for own in newest.values() for on in own}):
         values = {name: own[environment]["values"] if environment in own else {} for name, own in newest.items()}
@@ -56,10 +62,26 @@ def compare(
                 continue
             cells = [estimate_of(own, one) if one in own else "-" for own in values.values()]
             rows.append([environment or "rows", one.removeprefix("val/"), *cells])
-    empty = "no evaluation of these checkpoints has such a metric" if metric else "none of them was evaluated"
-    print_table(["on", "metric", *found], rows, empty=f"{empty}: `opentinker eval CHECKPOINT ...` makes evaluations")
+    empty = "none of them was evaluated: `opentinker eval CHECKPOINT ...` makes evaluations"
+    print_table(["on", "metric", *found], rows, empty=empty)
     if without := [name for name, own in newest.items() if not own and rows]:
         complain(f"not evaluated: {', '.join(without)}")
+
+
+def refuse_unknown(metrics: Sequence[str], newest: Mapping[str, Mapping[str, Evaluation]]) -> None:
+    """Raise BadParameter for a metric that no evaluation of these checkpoints has, by its own name: that of a policy's
+    checkpoint does not name the policy."""
+    values = {name: 0.0 for own in newest.values() for one in own.values() for name in one["values"]}
+    known = [name.removeprefix("val/") for name in names_of(values)]
+    policies = {split_part(checkpoint.partition("@")[0])[1] for checkpoint in newest} - {""}
+    for one in metrics if known else ():
+        if one.removeprefix("val/") in known:
+            continue
+        split = split_policy(one, policies)
+        meant = meant_metric((split[1] if split else one).removeprefix("val/"), known)
+        hint = f"; did you mean {meant}?" if meant else ""
+        there = f" (they have: {', '.join(known[:SHOWN])})"
+        raise typer.BadParameter(f"no evaluation of these checkpoints has {one}{hint}{there}")
 
 
 def _found(api: Client, word: str) -> RegisteredCheckpoint:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import fnmatch
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -24,6 +24,7 @@ from opentinker.cli.common import (
     same_server,
     say,
 )
+from opentinker.shared.types.metric_names import meant_metric, split_policy
 
 if TYPE_CHECKING:
     from opentinker.shared.api_types import MetricPoint
@@ -56,8 +57,12 @@ def metrics(
         return _follow(api, job_id, names or [], source, as_json, as_csv)
     points = api.metrics(job_id, source=source)
     chosen = list(_chosen(points, names or []))
-    if points and not chosen:
-        raise typer.BadParameter(_unknown(names or [], points))
+    known = {name for point in points for name in point["values"]}
+    if absent := [one for one in names or [] if points and not any(_is_chosen(name, [one]) for name in known)]:
+        said = f"the job has reported no {', '.join(absent)}{_meant(absent, known)}"
+        if not chosen:
+            raise typer.BadParameter(f"{said} (it has: {_listed(known)})")
+        complain(said)
     rows = chosen if last is None else chosen[-last:]
     if as_json:
         print_json(rows)
@@ -79,13 +84,13 @@ def metrics(
 def _chosen(points: Sequence[MetricPoint], names: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Yield the points that have one of the metrics, with those alone. `names`: exact or with `*`; none: all."""
     for point in points:
-        values = {
-            name: value
-            for name, value in point["values"].items()
-            if not names or any(name == one or fnmatch.fnmatchcase(name, one) for one in names)
-        }
+        values = {name: value for name, value in point["values"].items() if not names or _is_chosen(name, names)}
         if values:
             yield {"step": point["step"], "time": point["time"], "source": point["source"], "values": values}
+
+
+def _is_chosen(name: str, names: Sequence[str]) -> bool:
+    return any(name == one or fnmatch.fnmatchcase(name, one) for one in names)
 
 
 def _columns(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -120,14 +125,24 @@ def _spread(values: Sequence[float]) -> tuple[float, float, float]:
     return values[-1], min(values), max(values)
 
 
-def _unknown(names: Sequence[str], points: Sequence[MetricPoint]) -> str:
-    known = sorted({name for point in points for name in point["values"]})
-    shown = ", ".join(known[:SHOWN]) + (f" and {len(known) - SHOWN} more" if len(known) > SHOWN else "")
-    return f"the job has reported no {', '.join(names)}; it has: {shown}"
+def _meant(absent: Sequence[str], known: Iterable[str]) -> str:
+    names = list(known)
+    meant = [name for one in absent if (name := meant_metric(one, names)) is not None]
+    return f"; did you mean {', '.join(meant)}?" if meant else ""
+
+
+def _listed(known: Iterable[str]) -> str:
+    names = sorted(known)
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
 
 
 def _follow(api: Any, job_id: str, names: Sequence[str], source: str | None, as_json: bool, as_csv: bool) -> None:
-    """Print points as they come: as lines of JSON, else a metric per line, since later ones may be others."""
+    """Print points as they come: as lines of JSON, else a metric per line, since later ones may be others. A name that
+    no policy of the job will report is refused, because it would be waited for in vain."""
+    policies = list(api.job(job_id).get("policies") or ())
+    for name in names:
+        if (split := split_policy(name, policies)) is not None and (right := "/".join(split)) != name:
+            raise typer.BadParameter(f"the job reports no {name}; did you mean {right}?")
     try:
         for point in api.watch_metrics(job_id):
             if source is not None and point["source"] != source:

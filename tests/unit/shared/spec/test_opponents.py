@@ -84,6 +84,12 @@ def test_what_cannot_be_an_opponent_is_refused(against: dict[str, Any], field: s
     assert found.keys() == {field} and problem in found[field], found
 
 
+def test_the_only_policy_of_a_job_is_no_opponent() -> None:
+    seats = {"speaker": "speaker", "listener": {"bot": "random"}}
+    found = refused(policies={"speaker": {}}, seats=seats, **validation({"policy": "speaker"}))
+    assert "none is evaluated against itself" in found["validation.against.0.policy"]
+
+
 def test_opponents_of_one_name_are_refused() -> None:
     other = {**URL, "url": "https://others.example/v1"}
     found = refused(**validation(URL, {"bot": "random"}, other))["validation.against"]

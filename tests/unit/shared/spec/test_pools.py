@@ -74,7 +74,7 @@ def test_every_mistake_is_reported_at_once() -> None:
     ("changes", "field", "problem"),
     [
         ({"pools": {}}, "seats.odd.pool", r"the job has no \[pools\]"),
-        ({"pools": {"Past": {"every": 1}}}, "pools.Past.[key]", "match pattern"),
+        ({"pools": {"Past": {"every": 1}}}, "pools.Past", "must begin with a small letter"),
         ({"pools": {"past": {}}}, "pools.past.every", "is needed"),
         ({"pools": {"past": {"every": 10, "keep": 0}}}, "pools.past.keep", "greater than or equal to 1"),
         ({"pools": {"past": {"every": 10, "add_if": 1.0}}}, "pools.past.add_if", "never get a member"),
