@@ -22,7 +22,7 @@ import structlog
 
 from opentinker.services.trainer.learners.base import BUCKET_BYTES, SnapshotLike
 from opentinker.services.trainer.weights.step_room import StepRoom, release_unused
-from opentinker.services.trainer.weights.swap_requests import SwapCalls, SwapFailure, at_fault
+from opentinker.services.trainer.weights.swap_requests import SwapCalls, SwapFailure, at_fault, slowest
 from opentinker.services.trainer.weights.transport_choice import place_of, transports
 from opentinker.shared.asyncio_tools import wait_event
 from opentinker.shared.backoff import exponential_delay_s
@@ -319,7 +319,7 @@ class Publisher:
                 self._count_failure(members, answers, problem)
             return
         self._failed_attempts = 0
-        phases = {f"swap/{name}_s": value for name, value in _slowest(good).items()}
+        phases = {f"swap/{name}_s": value for name, value in slowest(good).items()}
         if found := [reply.mismatch for reply in good if reply.mismatch is not None]:
             phases["swap/mismatch"] = max(found)
         await self._served(snapshot.version, {**phases, "swap/seconds": time.monotonic() - started})
@@ -391,11 +391,3 @@ class Publisher:
 
 def _addresses(workers: list[WorkerInfo]) -> set[str]:
     return {worker.address for worker in workers}
-
-
-def _slowest(replies: list[SwapReply]) -> dict[str, float]:
-    phases: dict[str, float] = {}
-    for reply in replies:
-        for name, value in reply.seconds.items():
-            phases[name] = max(phases.get(name, 0.0), value)
-    return phases

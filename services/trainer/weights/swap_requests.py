@@ -164,3 +164,12 @@ def at_fault(
     if silent or not problem:
         return silent or failed
     return sorted(failed, key=lambda one: one[1].at)[:1]
+
+
+def slowest(replies: Sequence[SwapReply]) -> dict[str, float]:
+    """Return the longest time of each phase of a swap, in seconds."""
+    phases: dict[str, float] = {}
+    for reply in replies:
+        for name, value in reply.seconds.items():
+            phases[name] = max(phases.get(name, 0.0), value)
+    return phases
