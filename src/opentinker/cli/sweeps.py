@@ -44,6 +44,26 @@ BAR = 20
 SweepId = Annotated[
     str, typer.Argument(metavar="SWEEP", help="Sweep id, see `opentinker sweeps`.", autocompletion=complete.sweeps)
 ]
+Environment = Annotated[
+    str | None,
+    typer.Option("--environment", help="Only sweeps in this environment.", autocompletion=complete.environments),
+]
+Sort = Annotated[
+    str | None,
+    typer.Option(
+        "--sort",
+        help="state (running first), created, updated, finished, name, kind, environment, model, project, owner, "
+        "tag or notes; -name reverses.  [default: state]",
+    ),
+]
+Group = Annotated[
+    str | None,
+    typer.Option(
+        "--group",
+        metavar="PROPERTY",
+        help="Count sweeps by project, tag, name, state, kind, environment, model or owner.",
+    ),
+]
 
 
 def sweep(
@@ -89,10 +109,7 @@ def sweeps(
     notes: Annotated[str | None, typer.Option("--notes", help="Only sweeps with this text in their notes.")] = None,
     project: Annotated[str | None, typer.Option("--project", help="Only sweeps of this project.")] = None,
     tags: Annotated[list[str] | None, typer.Option("--tag", help="Only sweeps with this tag. Repeatable.")] = None,
-    environment: Annotated[
-        str | None,
-        typer.Option("--environment", help="Only sweeps in this environment.", autocompletion=complete.environments),
-    ] = None,
+    environment: Environment = None,
     model: Annotated[
         str | None, typer.Option("--model", help="Only sweeps of this model, as the spec names it.")
     ] = None,
@@ -100,22 +117,8 @@ def sweeps(
     search: Annotated[
         str | None, typer.Option("--search", help="Only sweeps with these words in their name, model or notes.")
     ] = None,
-    sort: Annotated[
-        str | None,
-        typer.Option(
-            "--sort",
-            help="state (running first), created, updated, finished, name, kind, environment, model, project, owner, "
-            "tag or notes; -name reverses.  [default: state]",
-        ),
-    ] = None,
-    group: Annotated[
-        str | None,
-        typer.Option(
-            "--group",
-            metavar="PROPERTY",
-            help="Count sweeps by project, tag, name, state, kind, environment, model or owner.",
-        ),
-    ] = None,
+    sort: Sort = None,
+    group: Group = None,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh the list until Ctrl-C.")] = False,
     url: Url = None,
     as_json: AsJson = False,

@@ -25,16 +25,17 @@ FEWEST = 3
 RECENT = 20
 ENOUGH = 1.1
 """Workers that shorten a step by less than this factor are not worth having."""
+Like = Annotated[
+    str | None,
+    typer.Option(
+        metavar="JOB", autocompletion=complete.jobs, help="Use durations and lengths measured in this earlier job."
+    ),
+]
 
 
 def plan(
     path: SpecFile,
-    like: Annotated[
-        str | None,
-        typer.Option(
-            metavar="JOB", autocompletion=complete.jobs, help="Use durations and lengths measured in this earlier job."
-        ),
-    ] = None,
+    like: Like = None,
     rollout_workers: Annotated[
         str, typer.Option(metavar="N,N...", help="Numbers of rollout workers to compare.")
     ] = "1,2,4,8",
