@@ -98,6 +98,13 @@ class Access:
         served = f"served are {', '.join(bases)}" if bases else "start one with `opentinker submit` and kind = 'tinker'"
         raise NotFound(f"no Tinker server for base_model {base[:200]!r} is running that you may use; {served}")
 
+    async def is_base(self, request: web.Request, name: str, base: str) -> bool:
+        """Return whether a client that gives this name as base_model means the base, or a server of it."""
+        if await self.resolved(name) == base:
+            return True
+        jobs = [job for job in await self.servers(request) if base_of(job) == base]
+        return any(name in (job.name, job.id) for job in jobs)
+
     async def resolved(self, base: str) -> str:
         """Return the base as specs have it, for one that a client names as specs may: a directory or an id of a hub."""
         return base if len(base) > LONGEST_PATH else await on_disk(self.ctx, resolved_base, base)

@@ -70,7 +70,7 @@ class SamplingApi:
             job = await self._access.server_for(request, body.base_model)
             return Sampler(id=id, tenant=tenant, session=session, job=job.id, base=base_of(job))
         found = await self._access.checkpoint(request, body.model_path)
-        if body.base_model is not None and await self._access.resolved(body.base_model) != found.base:
+        if body.base_model is not None and not await self._access.is_base(request, body.base_model, found.base):
             raise SpecError.of(
                 "base_model", body.base_model[:200], f"is not the checkpoint's base, {shown_base(found.base)}"
             )

@@ -18,7 +18,7 @@ from opentinker.shared.types import codec
 from opentinker.shared.types.core import JobState
 from opentinker.shared.types.tinker import Answer, Failed, Likely, Sampled, Sampler, SampleSequence, Stepped
 from tests.conftest import until
-from tests.integration.tinker.site import BASE, Client, FakeWorkers, checkpoint_of, passes
+from tests.integration.tinker.site import BASE, Client, FakeWorkers, checkpoint_of, passes, start_server
 
 
 def asked(sampler: str, seq: int = 0, **changes: Any) -> dict[str, Any]:
@@ -150,6 +150,21 @@ async def test_a_checkpoint_is_sampled_and_one_sampler_follows_the_weights(
     for number in (7, 8):
         await user.result(await user.ok("asample", **asked(f"{session}:sampler:{number}")))
     assert [one.directory for one in workers.samples[-2:]] == ["/8", "/8"]
+
+
+async def test_a_checkpoint_is_sampled_with_the_base_that_its_client_trained_by_whatever_name(
+    user: Client, workers: FakeWorkers, ctx: Context
+) -> None:
+    """As recipes do for a teacher: with the checkpoint's path, and the name that they give all models."""
+    saved = checkpoint_of(ctx, await user.model(), kind="sampler_weights")
+    await workers.store.add_checkpoint(saved)
+    for name in (BASE, workers.job, "tinker"):
+        assert await sampler_of(user, base_model=name, model_path=saved.path)
+    other = await start_server(ctx, base="other/base")
+    made = {"session_id": await user.session(), "sampling_session_seq_id": 1, "model_path": saved.path}
+    for name in (other, "other/base"):
+        status, answer = await user.post("create_sampling_session", **made, base_model=name)
+        assert status == 422 and f"is not the checkpoint's base, {BASE}" in answer["detail"]
 
 
 # --- futures --------------------------------------------------------------------------------------------------------

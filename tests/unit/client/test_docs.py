@@ -76,6 +76,11 @@ def spelled_out(pattern: str) -> Iterator[str]:
     return ("".join(choice).rstrip("/") for choice in itertools.product(*parts))
 
 
+@pytest.mark.parametrize("example", sorted((ROOT / "examples" / "tinker").glob("*.py")), ids=lambda path: path.stem)
+def test_loops_of_the_tinker_api_are_under_60_lines(example: Path) -> None:
+    assert len(example.read_text().splitlines()) < 60
+
+
 def test_every_command_of_the_readme_is_one() -> None:
     lines = [
         line.strip()
