@@ -15,9 +15,10 @@ from tests.conftest import Figure
 from tests.support.cluster import Cluster
 
 ROOT = Path(__file__).parents[3]
-JOB_S = 3000.0
+JOB_S = 6000.0
+"""34 minutes on two cores that have nothing else to do; an hour beside another test."""
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(3300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(6600)]
 
 
 async def test_the_first_policy_hardly_loses_against_random_moves(tmp_path: Path, figure: Figure) -> None:
