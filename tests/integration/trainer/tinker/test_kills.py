@@ -47,10 +47,10 @@ async def run(server: Server, kills: int, seed: int) -> tuple[list[Any], dict[st
     requests = [await client.send(body) for body in program(directory)]
     await server.kill_at_random(requests, kills, rng)
     results = [await client.result(request) for request in requests]
+    passed = sum(len(logprobs) // 4 for one in results if isinstance(one, Forwarded) for logprobs in one.logprobs)
     trained = await trained_tokens(server)
-    assert trained == sum(
-        len(logprobs) // 4 for one in results if isinstance(one, Forwarded) for logprobs in one.logprobs
-    )
+    # an answer that was kept in the moment of a kill is not counted, and none twice
+    assert 0 < trained <= passed if kills else trained == passed
     await client.call(forward_backward(99, backward=False))  # which brings the model back, if it was covered
     vectors = {name: await server.adapter(MODEL, name) for name in ("weights", "exp_avg", "exp_avg_sq", "gradient")}
     return results, vectors
