@@ -19,7 +19,15 @@ from opentinker.shared.types.sweeps import MAX_SWEEP_TAGS
 MOST_ROWS = 10_000
 """Jobs, or sweeps, of a tenant that a filter or an order looks at: the newest."""
 ROWS_AT_ONCE = 1000
-"""Jobs per request to Redis, which reads them in about 3 ms and serves others afterwards."""
+"""Jobs per request to Redis, which reads them in about 8 ms and serves others afterwards."""
+MOST_TENANTS = 8
+"""Tenants whose rows are kept: those that asked last."""
+_STAMPS = """
+local stamps = {}
+for at, key in ipairs(KEYS) do stamps[at] = redis.call('HGET', key, 'updated') or '' end
+return stamps
+"""
+"""When each was changed last; '' if it does not exist. Takes a third of the time that rows take."""
 _READ = """
 local fields, absent, prefix = cjson.decode(ARGV[1]), cjson.decode(ARGV[2]), #ARGV[3]
 local rows = {}
@@ -64,21 +72,40 @@ _DECODER = msgspec.msgpack.Decoder(list[ListRow], strict=False)
 
 
 class ListRows:
+    """Rows are kept, and only those are read anew that have changed since."""
+
     def __init__(self, redis: Any, of: Literal["job", "sweep"] = "job") -> None:
         self._redis, self._noun = redis, of
         self._most_tags = MAX_TAGS if of == "job" else MAX_SWEEP_TAGS
         self._label = Script(redis, LABEL)
-        self._read = Script(redis, _READ, binary=True)
+        self._read, self._read_stamps = Script(redis, _READ, binary=True), Script(redis, _STAMPS)
+        self._known: dict[str, dict[str, ListRow]] = {}
 
     async def of(self, tenant: str) -> list[ListRow]:
         """Return the rows of the tenant's newest MOST_ROWS jobs or sweeps, newest first."""
         ids = await self._redis.zrevrange(tenants_key(self._noun, tenant), 0, MOST_ROWS - 1)
-        prefix = f"{self._noun}:"
-        args, rows = [*(orjson.dumps(names).decode() for names in (FIELDS, _ABSENT)), prefix], []
-        for start in range(0, len(ids), ROWS_AT_ONCE):
-            keys = [f"{prefix}{id}" for id in ids[start : start + ROWS_AT_ONCE]]
-            rows += _DECODER.decode(await self._read(keys=keys, args=args))
-        return rows
+        known = self._known.pop(tenant, {})
+        stamps = await self._stamps(ids) if known else {}
+        current = {id: known[id] for id, stamp in stamps.items() if id in known and known[id].updated == stamp}
+        current |= {row.id: row for row in await self._rows([id for id in ids if id not in current])}
+        self._known[tenant] = current
+        for idle in list(self._known)[:-MOST_TENANTS]:
+            del self._known[idle]
+        return [current[id] for id in ids if id in current]
+
+    async def _stamps(self, ids: Sequence[str]) -> dict[str, float | None]:
+        """Return when each was changed last; None if it does not exist."""
+        found = [stamp for keys in self._keys(ids) for stamp in await self._read_stamps(keys=keys)]
+        return {id: float(stamp) if stamp else None for id, stamp in zip(ids, found, strict=True)}
+
+    async def _rows(self, ids: Sequence[str]) -> list[ListRow]:
+        args = [*(orjson.dumps(names).decode() for names in (FIELDS, _ABSENT)), f"{self._noun}:"]
+        return [row for keys in self._keys(ids) for row in _DECODER.decode(await self._read(keys=keys, args=args))]
+
+    def _keys(self, ids: Sequence[str]) -> list[list[str]]:
+        """Return the keys of the records, as many together as one request reads."""
+        keys = [f"{self._noun}:{id}" for id in ids]
+        return [keys[start : start + ROWS_AT_ONCE] for start in range(0, len(keys), ROWS_AT_ONCE)]
 
     async def label(self, id: str, values: Mapping[str, Any], add: Sequence[str], remove: Sequence[str]) -> None:
         """Change labels of a job or sweep, over or not. `values` replace those of LABELS; `add` and `remove` are tags.

@@ -134,8 +134,12 @@ class ListQuery(NamedTuple):
             and self.notes in row.notes.casefold()
             and all(EXACT[name](row) == value for name, value in self.equal)
             and self.tags <= set(row.tags)
-            and (not self.words or all(word in _text(row) for word in self.words))
+            and (not self.words or self._is_found(row))
         )
+
+    def _is_found(self, row: ListRow) -> bool:
+        text = _text(row)
+        return all(word in text for word in self.words)
 
 
 def place_after(before: str, ids: Sequence[str], what: Listed) -> int:

@@ -39,6 +39,7 @@ from opentinker.shared.types.tinker import (
     TinkerCheckpoint,
     tinker_place,
 )
+from tests.conftest import until
 from tests.support.api import Http
 
 BASE = "some/model"
@@ -78,6 +79,14 @@ class FakeWorkers:
         self.samples.append(asked)
         if self.answers:
             await self.say(asked.request, sampled(asked))
+
+    async def draw(self, request: str) -> None:
+        """Draw the samples that a client has asked for, as soon as they are heard of."""
+        asked = await until(self._asked, lambda found: request in found)
+        await self.say(request, sampled(asked[request]))
+
+    async def _asked(self) -> dict[str, SampleRequest]:
+        return {one.request: one for one in self.samples}
 
     async def say(self, request: str, result: Result) -> None:
         await self.store.answer(Answer(request=request, result=result))

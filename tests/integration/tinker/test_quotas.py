@@ -15,7 +15,7 @@ from opentinker.shared.messaging.subjects import SAMPLE
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.tinker.requests import UNSENT_S
 from opentinker.shared.types.tinker import Answer, Failed
-from tests.integration.tinker.site import Client, FakeWorkers, passes, sampled, start_server
+from tests.integration.tinker.site import Client, FakeWorkers, passes, start_server
 from tests.integration.tinker.test_sampling import asked, sampler_of
 from tests.support.api import Http, new_key_of
 
@@ -87,7 +87,7 @@ async def test_samples_are_counted_when_they_are_asked_for_and_corrected_when_th
     body: dict[str, Any] = {"num_samples": 2, "sampling_params": {"max_tokens": 400}}
     promise = await site.user.ok("asample", **asked(sampler, **body))
     assert await site.counted() == 3 + 2 * 400, "before any of them is drawn, and before a client reads one"
-    await site.workers.say(promise["request_id"], sampled(site.workers.samples[0]))
+    await site.workers.draw(promise["request_id"])
     assert await site.counted() == 3 + 2 * 3
     for _ in range(2):
         await site.user.result(promise)
@@ -115,7 +115,7 @@ async def test_samples_that_wait_do_not_delay_training(site: Site) -> None:
     assert (await site.user.raw("forward_backward", passes(model, 1)))[0] == 200
     await site.use(990)
     assert (await site.user.raw("forward_backward", passes(model, 2)))[0] == 200, "993 of 1000 were used"
-    await site.workers.say(promise["request_id"], sampled(site.workers.samples[0]))
+    await site.workers.draw(promise["request_id"])
     assert (await site.user.raw("forward_backward", passes(model, 3)))[0] == 429, "more than 1000 were used"
 
 
