@@ -14,6 +14,7 @@ from tests.support.cluster import Cluster, shared_fixture
 from tests.support.tinker import environments
 from tests.support.tinker.sdk_clients import called, run, run_with_kills, serve
 
+EXAMPLES = Path(__file__).parents[3] / "examples" / "tinker"
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.slow,
@@ -21,6 +22,15 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.asyncio(loop_scope="module"),
 ]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model of the three minutes in docs/tinker.md."""
+    from examples.models.make_tiny import make_tiny
+
+    return make_tiny(tmp_path_factory.mktemp("models") / "tiny", norm_scale=3.0)
+
 
 cluster = shared_fixture(Cluster, heavy=True, bank_jobs=2, bank_tokens=1024)
 
@@ -77,3 +87,15 @@ async def test_kills_cost_a_client_time_and_nothing_else(cluster: Cluster, tiny:
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-4)
     assert found["again"] == pytest.approx(expected["again"], rel=1e-4)
     assert found["prompt_logprobs"][1:] == pytest.approx(expected["prompt_logprobs"][1:], rel=1e-3)
+
+
+@pytest.mark.parametrize(("example", "steps"), [("supervised", 60), ("reinforcement", 30)])
+async def test_the_examples_learn(cluster: Cluster, tiny: Path, example: str, steps: int) -> None:
+    await serve(cluster, tiny)
+    python = await asyncio.to_thread(environments.python_with, environments.VERSIONS[-1])
+    printed = await called(cluster.client.url, str(python), str(EXAMPLES / f"{example}.py"), "--steps", str(steps))
+    shown = [float(line.split()[-1]) for line in printed.splitlines() if line.startswith("step ")]
+    if example == "supervised":
+        assert shown[-1] < 0.5 * shown[0]
+    else:
+        assert sum(shown[-5:]) > 2 * sum(shown[:5]) and "/weights/copies-digits" in printed

@@ -18,13 +18,15 @@ from tests.support.cluster import Cluster
 from tests.support.tinker import environments
 
 
-async def serve(cluster: Cluster, base: Path, **tinker: Any) -> str:
+async def serve(
+    cluster: Cluster, base: Path, *, name: str = "tinker", context_length: int = 128, **tinker: Any
+) -> str:  # fmt: skip
     """Return the id of the running Tinker server; the first call starts it."""
     for found in await cluster.client.jobs():
         if found["kind"] == "tinker" and found["state"] == "running":
             return str(found["id"])
-    rollout = {"context_length": 128}
-    spec = {"name": "tinker", "kind": "tinker", "model": {"base": str(base)}, "rollout": rollout, "tinker": tinker}
+    rollout = {"context_length": context_length}
+    spec = {"name": name, "kind": "tinker", "model": {"base": str(base)}, "rollout": rollout, "tinker": tinker}
     job = await cluster.submit(parse_spec(spec))
     await cluster.runs(job)
     return job
@@ -33,6 +35,7 @@ async def serve(cluster: Cluster, base: Path, **tinker: Any) -> str:
 async def called(url: str, *argv: str, of: Path | None = None, timeout_s: float = 400.0) -> str:
     """Return what a command of an environment prints; it succeeds. `of`: its working directory."""
     environ = {**os.environ, "TINKER_BASE_URL": url, "TINKER_API_KEY": f"tml-{OPERATOR}", "TINKER_TELEMETRY": "0"}
+    environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     environ.pop("PYTHONPATH", None)
     done = await asyncio.to_thread(
         subprocess.run, argv, env=environ, capture_output=True, text=True, timeout=timeout_s, check=False, cwd=of
