@@ -20,6 +20,7 @@ test("an address shows the same list again, and the first list needs none", () =
 test("the server is asked by all filters, and by nothing else", () => {
   assert.deepEqual([...filterOf(VIEW)], [["project", "maths"], ["model", "some/model"], ["state", "running"], ["tag", "small,seed 2"], ["search", "lr & rank"]]);
   assert.equal(`${filterOf({ labels: [["name", "run 1"]], search: "" })}`, "name_is=run+1", "not run 10 too");
+  assert.equal(`${filterOf({ labels: [["notes", "lr 1e-4"]], search: "" })}`, "notes_is=lr+1e-4");
 });
 
 test("a job has several tags, but one value of all else", () => {

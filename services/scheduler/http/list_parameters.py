@@ -4,7 +4,7 @@ reads them."""
 from __future__ import annotations
 
 from opentinker.services.scheduler.http.route_decorator import Choice, Parameter
-from opentinker.services.scheduler.jobs.list_query import EQUAL, GROUPED, NAME_IS, Listed
+from opentinker.services.scheduler.jobs.list_query import EQUAL, GROUPED, Listed
 from opentinker.shared.state.list_rows import MOST_ROWS
 
 OF_OWNER = " (id of the key, or name of the user)"
@@ -23,8 +23,9 @@ def parameters_of(what: Listed) -> tuple[Parameter, tuple[Parameter, ...]]:
         Parameter("state", f"Only {many} in one of these states, separated by commas: {', '.join(what.states)}."),
         Parameter("kind", f"Only {many} of one of these kinds, separated by commas: {', '.join(what.kinds)}."),
         Parameter("name", f"Only {many} with this text in their name."),
-        Parameter(NAME_IS, f"Only {many} of exactly this name."),
+        Parameter("name_is", f"Only {many} of exactly this name."),
         Parameter("notes", f"Only {many} with this text in their notes."),
+        Parameter("notes_is", f"Only {many} with exactly this first line of their notes."),
         *(Parameter(name, f"Only {many} with this {name}{OF_OWNER * (name == 'owner')}.") for name in EQUAL),
         Parameter("tag", f"Only {many} with this tag; with all of several, separated by commas."),
         Parameter(

@@ -21,9 +21,16 @@ EQUAL: dict[str, Callable[[ListRow], str]] = {
     "owner": lambda row: row.key,
 }
 """Filters by one value, and what of a row it is compared with."""
-NAME_IS = "name_is"
-EXACT: dict[str, Callable[[ListRow], str]] = {NAME_IS: lambda row: row.name, **EQUAL}
-"""The same, with that by the whole name: `name` finds a part of it."""
+EXACT: dict[str, Callable[[ListRow], str]] = {
+    "name_is": lambda row: row.name,
+    "notes_is": lambda row: _first_line(row.notes),
+    **EQUAL,
+}
+"""The same, with those by the whole name and by the first line of the notes: `name` and `notes` find a part."""
+
+
+def _first_line(notes: str) -> str:
+    return notes.partition("\n")[0][:LONGEST]
 
 
 def _folded(name: str, row: ListRow) -> tuple[bool, str]:
@@ -80,6 +87,7 @@ GROUPED: dict[str, Callable[[ListRow], Iterable[str]]] = {
     "kind": lambda row: (row.kind,),
     "name": lambda row: (row.name,),
     "tag": lambda row: row.tags or ("",),
+    "notes": lambda row: (_first_line(row.notes),),
     **{name: partial(_alone, name) for name in EQUAL},
 }
 

@@ -63,7 +63,7 @@ Group = Annotated[
     typer.Option(
         "--group",
         metavar="PROPERTY",
-        help="Count jobs by project, tag, name, state, kind, environment, model or owner.",
+        help="Count jobs by project, tag, name, state, kind, environment, model, owner or notes.",
     ),
 ]
 Columns = Annotated[

@@ -61,7 +61,7 @@ Group = Annotated[
     typer.Option(
         "--group",
         metavar="PROPERTY",
-        help="Count sweeps by project, tag, name, state, kind, environment, model or owner.",
+        help="Count sweeps by project, tag, name, state, kind, environment, model, owner or notes.",
     ),
 ]
 

@@ -62,6 +62,8 @@ async def listed(http: Http, query: str) -> str:
         ("sort=notes", "aDcb"),
         ("notes=FIRST", "a"),
         ("notes=nothing", ""),
+        ("notes_is=first try", "a"),
+        ("notes_is=first", ""),
     ],
 )
 async def test_jobs_are_filtered_and_sorted_page_by_page(
@@ -102,6 +104,9 @@ async def test_jobs_are_counted_by_a_property(http: Http, jobs: dict[str, str]) 
     assert [(group["name"], group["jobs"]) for group in body["groups"]] == [("baseline", 2), ("", 1), ("Seed 1", 1)]
     _, body = await http("GET", "/v1/jobs/groups?by=name&tag=baseline")
     assert [(group["name"], group["jobs"]) for group in body["groups"]] == [("a", 1), ("b", 1), ("c", 1)]
+    await http("PATCH", f"/v1/jobs/{jobs['b']}", json={"notes": "first try\nwith another seed"})
+    _, body = await http("GET", "/v1/jobs/groups?by=notes&tag=baseline")
+    assert [(group["name"], group["jobs"]) for group in body["groups"]] == [("first try", 2), ("", 1)]
     assert (await http("GET", "/v1/jobs/groups?by=colour"))[0] == 422
 
 

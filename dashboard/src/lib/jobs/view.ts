@@ -1,6 +1,6 @@
 // What the lists of jobs and of sweeps show: filters, order and grouping, as the address has them.
 
-export const PROPERTIES = ["project", "tag", "name", "kind", "environment", "model", "owner", "state"] as const;
+export const PROPERTIES = ["project", "tag", "name", "kind", "environment", "model", "owner", "state", "notes"] as const;
 export type Property = (typeof PROPERTIES)[number];
 /** A property by which jobs and sweeps are filtered and grouped, and its value. */
 export type Label = [Property, string];
@@ -66,12 +66,14 @@ function valuesOf(labels: Label[]): URLSearchParams {
   return query;
 }
 
-/** The filters as the API takes them, whose `name` is a part of one. */
+/** The filters as the API takes them, whose `name` and `notes` are a part of them. */
 export function filterOf({ labels, search }: Pick<ListView, "labels" | "search">): URLSearchParams {
   const query = valuesOf(labels);
-  const name = query.get("name");
-  query.delete("name");
-  if (name) query.set("name_is", name);
+  for (const part of ["name", "notes"]) {
+    const whole = query.get(part);
+    query.delete(part);
+    if (whole) query.set(`${part}_is`, whole);
+  }
   if (search.trim()) query.set("search", search.trim());
   return query;
 }
