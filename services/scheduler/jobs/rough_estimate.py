@@ -15,6 +15,7 @@ from opentinker.shared.config import Settings
 from opentinker.shared.data.pipeline_simulation import WARM_UP, Pools, Work, predict
 from opentinker.shared.data.round_figures import CPU, GPU, known_parameters
 from opentinker.shared.spec import DataSpec, JobSpec, parse_spec
+from opentinker.shared.spec.matches.policies import spec_of
 from opentinker.shared.types.errors import SpecError, plural
 
 BACKWARD = 6
@@ -49,12 +50,12 @@ class _Phases(NamedTuple):
 def rough_estimate(
     settings: Settings, spec: JobSpec, jobs: int, steps: int, measured: Sequence[Measured] = ()
 ) -> JobEstimate | None:
-    """Return what `jobs` jobs of this spec take, each of so many steps; None for a job without an end, of several
-    policies, partly simulated without durations, or with a model of unknown size. `like` is empty. Blocking.
+    """Return what `jobs` jobs of this spec take, each of so many steps; None for a job without an end, partly simulated
+    without durations, simulated with several policies, or with a model of unknown size. `like` is empty. Blocking.
 
     `measured`: earlier jobs of its kind, of any model; the result is as much longer as they took longer than this.
     """
-    if spec.kind in ("inference", "tinker") or spec.policies or not steps:
+    if spec.kind in ("inference", "tinker") or not steps:
         return None
     if _is_simulated(spec):
         step_s = _simulated_episode_s(spec, steps) if spec.kind == "eval" else _simulated_step_s(spec)
@@ -93,21 +94,29 @@ class _Step(NamedTuple):
 
 
 def _step(spec: JobSpec, steps: int) -> _Step | None:
-    """Return how long a step takes by round figures; None for a model of unknown size."""
-    try:
-        count, source = known_parameters(spec.model.base)
-    except OSError:  # the checks of the model say what is wrong with it
-        return None
-    if not count:
-        return None
-    phases = _phases(spec, count, steps)
-    overlapped = spec.kind == "rl" and spec.algorithm.max_staleness > 0
-    step_s = max(phases) if overlapped else sum(phases)
-    size = f"{count / 1e6:.3g} M parameters ({source})"
+    """Return how long a step takes by round figures; None for a model of unknown size. Several policies sample equal
+    parts of an episode's tokens, one after another, and one trainer has all of them."""
+    policies = [spec_of(spec, name) for name in spec.policies or ("",)]
+    sizes: dict[str, str] = {}
+    phases: list[_Phases] = []
+    for own in policies:
+        try:
+            count, source = known_parameters(own.model.base)
+        except OSError:  # the checks of the model say what is wrong with it
+            return None
+        if not count:
+            return None
+        size = f"{count / 1e9:.3g} B" if count >= 1e9 else f"{count / 1e6:.3g} M"
+        sizes[own.model.base] = f"{size} parameters ({source})"
+        phases.append(_phases(own, count, steps, 1 / len(policies)))
+    sampling, training = (sum(seconds) for seconds in zip(*phases, strict=True))
+    overlapped = spec.kind == "rl" and min(own.algorithm.max_staleness for own in policies) > 0
+    step_s = max(sampling, training) if overlapped else sampling + training
+    models = " and ".join(dict.fromkeys(sizes.values()))
     uses = ((spec.resources.rollout_gpus, _samplers(spec)), (spec.resources.trainer_gpus, spec.kind != "eval"))
     on = " and ".join(dict.fromkeys((GPU if gpus else CPU).name for gpus, there in uses if there))
     long = f"rows of {_tokens(spec.data):.3g} tokens" if spec.data is not None else "the longest answers that it allows"
-    basis = f"assumed, for no job like it has run here: {size} on {on}, and {long}"
+    basis = f"assumed, for no job like it has run here: {models} on {on}, and {long}"
     return _Step(step_s / (steps if spec.kind == "eval" else 1), basis)
 
 
@@ -147,7 +156,7 @@ def _simulated_step_s(spec: JobSpec) -> float | None:
     """Return the seconds of a step whose tokens, swaps and training take what the spec says; None if it does not say
     so, or if its steps are too large to be simulated here. `opentinker plan` takes its time for those."""
     algorithm, rollout, train_s = spec.algorithm, spec.rollout, spec.train.simulated_step_s or 0.0
-    if spec.kind != "rl" or rollout.toy is None or spec.train.learner != "simulated":
+    if spec.kind != "rl" or spec.policies or rollout.toy is None or spec.train.learner != "simulated":
         return None
     batches = SIMULATED_STEPS + WARM_UP + algorithm.max_staleness  # this many more may be played than are trained on
     turns = algorithm.group_size * algorithm.groups_per_batch * rollout.max_turns * batches
@@ -190,8 +199,8 @@ def _tokens(data: DataSpec) -> float:
     return min(row_tokens(data) or data.max_length or ROW_TOKENS, data.max_length or float("inf"))
 
 
-def _phases(spec: JobSpec, parameters: float, episodes: int) -> _Phases:
-    """Return the seconds of a step; of an eval job, of all its episodes."""
+def _phases(spec: JobSpec, parameters: float, episodes: int, share: float) -> _Phases:
+    """Return the seconds of a step; of an eval job, of all its episodes. `share`: the model's part of their tokens."""
     operations = (BACKWARD if spec.model.lora is None else BACKWARD - FORWARD) * parameters
     if spec.kind == "dpo":
         operations += FORWARD * parameters  # the reference
@@ -202,7 +211,7 @@ def _phases(spec: JobSpec, parameters: float, episodes: int) -> _Phases:
         return _Phases(0.0, rows * _tokens(spec.data) * operations / trainer.operations_per_s / ranks)
     if spec.kind == "rl":
         episodes = spec.algorithm.group_size * spec.algorithm.groups_per_batch
-    longest = spec.rollout.max_tokens
+    longest = spec.rollout.max_tokens * share
     engine, gpus = (GPU if spec.resources.rollout_gpus else CPU), max(1, spec.resources.rollout_gpus)
     width = 4 if spec.model.dtype == "float32" else 2
     one_s = longest * (engine.token_s + width * parameters / engine.bytes_per_s / gpus)

@@ -175,6 +175,20 @@ def test_without_a_job_like_it_round_figures_are_assumed_and_said_to_be(ctx: Con
         assert rough_estimate(settings, make_spec(**trained | unknown), 1, 10) is None
 
 
+def test_policies_share_the_tokens_of_an_episode_and_one_trainer(ctx: Context) -> None:
+    changes = {"model__base": "org/model-1b", "train__learner": "torch", "rollout__engine": "vllm"}
+    alone = rough_estimate(ctx.settings, make_spec(**changes), 1, 10)
+    policies = {"a": {}, "b": {"model": {"base": "org/model-3b"}}}
+    seats = {"a": {"policy": "a"}, "b": {"policy": "b"}}
+    both = rough_estimate(ctx.settings, make_spec(**changes, policies=policies, seats=seats), 1, 10)
+    assert alone is not None and both is not None
+    assert both["seconds"] == pytest.approx(2 * alone["seconds"]), (
+        "half of the tokens by 1 B and half by 3 B parameters"
+    )
+    assert both["worker_s"] == pytest.approx(2 * both["seconds"]), "a trainer for both and a rollout worker"
+    assert "1 B parameters (its name) and 3 B parameters (its name) on a CPU" in both["basis"]
+
+
 async def test_a_validated_spec_has_a_rough_estimate_at_first(ctx: Context, store: Store) -> None:
     spec = spec_of(model__base="org/tiny-5m", rollout__engine="toy")
     assert await estimated(ctx, spec) is None, "simulated"
