@@ -33,3 +33,8 @@ def known_parameters(base: str) -> tuple[float, str]:
     if found := NAMED_SIZE.search(base.rpartition("/")[2]):
         return float(found[1]) * (1e9 if found[2].lower() == "b" else 1e6), "its name"
     return 0.0, ""
+
+
+def parameters_text(count: float) -> str:
+    """Return `600 M parameters`, or `1.5 B parameters`."""
+    return f"{count / 1e9:.3g} B parameters" if count >= 1e9 else f"{count / 1e6:.3g} M parameters"

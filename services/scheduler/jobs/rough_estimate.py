@@ -13,7 +13,7 @@ from opentinker.services.scheduler.placement.measured_jobs import Measured, step
 from opentinker.shared.api_types import JobEstimate
 from opentinker.shared.config import Settings
 from opentinker.shared.data.pipeline_simulation import WARM_UP, Pools, Work, predict
-from opentinker.shared.data.round_figures import CPU, GPU, known_parameters
+from opentinker.shared.data.round_figures import CPU, GPU, known_parameters, parameters_text
 from opentinker.shared.spec import DataSpec, JobSpec, parse_spec
 from opentinker.shared.spec.matches.policies import spec_of
 from opentinker.shared.types.errors import SpecError, plural
@@ -106,8 +106,7 @@ def _step(spec: JobSpec, steps: int) -> _Step | None:
             return None
         if not count:
             return None
-        size = f"{count / 1e9:.3g} B" if count >= 1e9 else f"{count / 1e6:.3g} M"
-        sizes[own.model.base] = f"{size} parameters ({source})"
+        sizes[own.model.base] = f"{parameters_text(count)} ({source})"
         phases.append(_phases(own, count, steps, 1 / len(policies)))
     sampling, training = (sum(seconds) for seconds in zip(*phases, strict=True))
     overlapped = spec.kind == "rl" and min(own.algorithm.max_staleness for own in policies) > 0

@@ -161,8 +161,8 @@ def test_policies_are_planned_with_their_own_models_and_batches(small: Path) -> 
     assert work.token_s == pytest.approx(0.01 + 2e9 * 4 / 1e10), "the mean of both models, in float32"
     tokens = 2 * 4 * 2 * 10 * 2  # each trains on half of them: one all weights, one an adapter
     assert work.train_s == pytest.approx((6 * 1e9 + 4 * 3e9) / 2 * tokens / 1e11)
-    assert "1e+03 M parameters (its name) and 3e+03 M parameters (its name)" in " ".join(reasons)
-    assert "160 tokens of 1e+03 M parameters and 160 tokens of 3e+03 M parameters" in " ".join(reasons)
+    assert "1 B parameters (its name) and 3 B parameters (its name)" in " ".join(reasons)
+    assert "160 tokens of 1 B parameters and 160 tokens of 3 B parameters" in " ".join(reasons)
     work, reasons, _ = work_of(
         parse_spec({**spec, "resources": {"rollout_gpus": 4}}), {"env_s": 0.0, "turns": 2.0, "tokens": 10.0}, 0.5
     )

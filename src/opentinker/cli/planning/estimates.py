@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
 from opentinker.cli.planning.schedules import own_specs, training_times
-from opentinker.shared.data.round_figures import CPU, GPU, known_parameters
+from opentinker.shared.data.round_figures import CPU, GPU, known_parameters, parameters_text
 from opentinker.shared.spec.engines import engine_policies
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def estimated(spec: JobSpec, turns: float, tokens: float, missing: set[str]) -> 
     values: dict[str, float] = {}
     reasons = []
     models = players_of(spec)
-    size = " and ".join(f"{one.parameters / 1e6:.3g} M parameters ({one.why})" for one in models)
+    size = " and ".join(f"{parameters_text(one.parameters)} ({one.why})" for one in models)
     if {"token_s", "tokens_per_s"} & missing:
         machine = GPU if spec.resources.rollout_gpus else CPU
         gpus = max(1, spec.resources.rollout_gpus)  # ranks without GPUs share the processors of one machine
@@ -53,7 +53,7 @@ def estimated(spec: JobSpec, turns: float, tokens: float, missing: set[str]) -> 
         times = training_times(spec, seconds_alone(spec, turns, tokens))
         values["train_s"] = max(times.values())
         trained = " and ".join(
-            f"{batch_tokens(spec, own, turns, tokens):.3g} tokens of {model.parameters / 1e6:.3g} M parameters"
+            f"{batch_tokens(spec, own, turns, tokens):.3g} tokens of {parameters_text(model.parameters)}"
             for own, model in zip(own_specs(spec).values(), models_of(spec), strict=True)
         )
         reasons.append(f"assumed: --train-s {values['train_s']:.3g}, for {trained} on {machine.name}")
