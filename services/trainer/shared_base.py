@@ -161,7 +161,8 @@ class SharedBase:
             log.warning("base_not_loaded", base=spec.model.base, error=str(error))
             raise
         loop.task.add_done_callback(self._ended)
-        log.info("base_loaded", base=bank_of(spec.model_dump()), slots=loop.bank.slots)
+        measured = {} if loop.bank.capacity is None else {"measured": str(loop.bank.capacity)}
+        log.info("base_loaded", base=bank_of(spec.model_dump()), slots=loop.bank.slots, **measured)
         return loop
 
     def _ended(self, task: asyncio.Task[None]) -> None:
@@ -183,9 +184,9 @@ class SharedBase:
         store = self._ctx.settings.data_dir / "run" / "banks" / self._ctx.worker
         shutil.rmtree(store, ignore_errors=True)  # jobs resume from their checkpoints, not from what a bank has evicted
         model = BaseModel(spec.model.base, spec.model.dtype)
-        # Not measured: the largest pass takes minutes on a CPU, and the operator has set the number of jobs.
         clients = spec.tinker.max_adapters if spec.kind == "tinker" else 0
-        slots, host_bytes = max(self._ctx.settings.bank_jobs, clients), HOST_BYTES
+        slots = None if self._ctx.settings.bank_measures else max(self._ctx.settings.bank_jobs, clients)
+        host_bytes = HOST_BYTES
         if spec.tinker.full_weights:  # a model that waits for its turn should not have to be written to disk
             slots, host_bytes = 1, max(HOST_BYTES, memory_bytes() // FULL_HOST_SHARE)
         return BankLoop(AdapterBank(model, store, limits, slots=slots, host_bytes=host_bytes))

@@ -58,7 +58,7 @@ def measure(base: BaseModel, limits: BankLimits, *, most: int, memory_share: flo
     slot = max(two - one, first.bytes + first.weights.nbytes)  # with `partial`
     found = Capacity(int(device_memory(base.device) * memory_share), one - slot, slot, most)
     if found.slots < 1:
-        raise JobFailed(f"no adapter fits next to the base: {found}. Lower the limits step_tokens or rank")
+        raise JobFailed(f"no adapter fits next to the base: {found}. Lower bank_tokens, or take a smaller base")
     return found
 
 

@@ -29,7 +29,7 @@ class Bank:
     """In the place of a bank's loop."""
 
     def __init__(self, base: str) -> None:
-        self.base, self.bank, self.is_closed = base, SimpleNamespace(slots=1), False
+        self.base, self.bank, self.is_closed = base, SimpleNamespace(slots=1, capacity=None), False
         self.crash = asyncio.Event()
 
     async def __aenter__(self) -> Bank:
@@ -71,6 +71,14 @@ async def process(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Process]:
     async with Process() as found:
         yield found
     assert all(bank.is_closed for bank in found.loads)
+
+
+@pytest.mark.parametrize(("measures", "slots"), [(False, 2), (True, 64)])
+async def test_slots_are_as_many_as_jobs_or_as_fit(small: Path, tmp_path: Path, *, measures: bool, slots: int) -> None:
+    settings = SimpleNamespace(bank_jobs=2, bank_tokens=64, bank_measures=measures, data_dir=tmp_path)
+    base = SharedBase(SimpleNamespace(settings=settings, store=None, worker="shared"))  # type: ignore[arg-type]
+    bank = base._load(on(str(small))).bank
+    assert bank.slots == slots and (bank.capacity is not None) == measures
 
 
 async def test_jobs_of_one_base_have_one_bank_which_stays_for_the_next(process: Process) -> None:

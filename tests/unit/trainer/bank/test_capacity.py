@@ -49,7 +49,7 @@ def test_the_pass_that_is_measured_computes_all_that_jobs_may_ask_for(
 
 def test_base_without_room_for_a_slot_is_refused(base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capacity, "memory_bytes", lambda: 2**20)
-    with pytest.raises(JobFailed, match=r"no adapter fits next to the base: 0 slots: .* Lower the limits"):
+    with pytest.raises(JobFailed, match=r"no adapter fits next to the base: 0 slots: .* Lower bank_tokens"):
         measure(base, LIMITS, most=8)
 
 
