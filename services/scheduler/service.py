@@ -24,6 +24,7 @@ After a kill and restart it continues where it was; running jobs do not notice.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Coroutine
 from typing import Any
 
@@ -47,8 +48,13 @@ from opentinker.services.scheduler.sweeps.controller import SweepController
 from opentinker.services.scheduler.tinker.gateway import TinkerGateway
 from opentinker.shared.runtime.service import Context, first_failure
 
+SWITCH_S = 0.001
+"""A thread that plans placement or searches a list gives way to requests so soon; by default after 5 ms, which every
+answer of Redis would wait for."""
+
 
 async def serve(ctx: Context, gateway: Gateway | None = None, replicas: InferenceRouter | None = None) -> None:
+    sys.setswitchinterval(SWITCH_S)
     await register_operator(ctx)
     gate, gateway, replicas = AuthMiddleware(ctx), gateway or Gateway(ctx), replicas or InferenceRouter(ctx)
 
