@@ -67,9 +67,9 @@ class NotifySpec(SpecPart):
         return occasion in self.on or (occasion == "target" and self.target is not None)
 
 
-def sweep_mistakes(entries: Any, metric: str, goal: str) -> list[dict[str, Any]]:
+def sweep_mistakes(entries: Any, metric: str, goal: str | None) -> list[dict[str, Any]]:
     """Return mistakes for entries that ask for more than a sweep tells of, its end and its metric's target: alarms
-    alone, targets of other metrics, and those that its best trial only moves away from."""
+    alone, targets of other metrics, and those that its best trial only moves away from, where the goal is known."""
     found = []
     for place, entry in enumerate(entries if isinstance(entries, list) else []):
         if not isinstance(entry, dict):
@@ -84,7 +84,7 @@ def sweep_mistakes(entries: Any, metric: str, goal: str) -> list[dict[str, Any]]
             problem = f"a sweep tells of targets of its own metric, {metric}; {OF_JOBS}"
             found.append(mistake(f"notify.{place}.target.metric", other, problem))
         wrong, right = ("below", "above") if goal == "maximize" else ("above", "below")
-        if target.get(wrong) is not None:
+        if goal is not None and target.get(wrong) is not None:
             problem = f"does not suit a sweep with goal = {goal!r}, whose best value only moves away: use {right}"
             found.append(mistake(f"notify.{place}.target.{wrong}", target[wrong], problem))
     return found

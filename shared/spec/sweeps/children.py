@@ -14,8 +14,8 @@ from pydantic import Field, ValidationError, WithJsonSchema
 
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.spec.labels import MAX_CHARACTERS
-from opentinker.shared.spec.matches.policy_metrics import reported_name_mistakes
 from opentinker.shared.spec.notify import sweep_mistakes
+from opentinker.shared.spec.sweeps.metric import metric_mistakes, policies_of
 from opentinker.shared.spec.sweeps.table import MAX_PARAMETERS, METRICS, SweepTable, leaves_of
 from opentinker.shared.types.errors import SpecError, plural
 from opentinker.shared.types.mistakes import UNKNOWN, WHOLE, fill, mistake, mistakes_of, short
@@ -120,9 +120,10 @@ def parse_sweep(data: Any) -> Sweep:
     kind = base.get("kind", "rl")
     if kind in ("inference", "tinker"):
         raise SpecError.of("kind", kind, "has no end and no metric to compare: a sweep is of rl, sft, dpo or eval jobs")
-    full = table.with_defaults(kind if isinstance(kind, str) and kind in METRICS else "rl")
-    silent = [] if table.notify_jobs else sweep_mistakes(base.get("notify"), str(full.metric), str(full.goal))
-    wrong = _misplaced(table, base) + silent + _misnamed_metric(table, full, base)
+    policies = policies_of(base)
+    full = table.with_defaults(kind if isinstance(kind, str) and kind in METRICS else "rl", policies)
+    silent = [] if table.notify_jobs else sweep_mistakes(base.get("notify"), str(full.metric), full.goal)
+    wrong = _misplaced(table, base) + silent + metric_mistakes(table, full, policies)
     if table.kind not in (None, kind):
         problem = f"contradicts kind = {kind!r}: leave one of them out, or write kind = {TABLE!r}"
         wrong.append(mistake(f"{TABLE}.kind", table.kind, problem))
@@ -137,7 +138,7 @@ def parse_sweep(data: Any) -> Sweep:
     checked = trials if table.method != "tpe" else _draws(table, SAMPLED)
     if wrong := _wrong_combinations(table, base, checked):
         raise SpecError(wrong)
-    return Sweep(table.with_defaults(kind if kind in METRICS else "rl"), base, trials)
+    return Sweep(table.with_defaults(kind if kind in METRICS else "rl", policies), base, trials)
 
 
 def _of_jobs(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -261,13 +262,6 @@ def _misplaced(table: SweepTable, base: Mapping[str, Any]) -> list[dict[str, Any
         elif table.seeds and path in _seeded(base):
             found.append(mistake(_parameter(path), None, "is set by sweep.seeds"))
     return found
-
-
-def _misnamed_metric(table: SweepTable, full: SweepTable, base: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return a mistake if jobs with [policies] report the metric by another name. `full`: with the defaults."""
-    policies = base.get("policies")
-    names = [name for name in policies if isinstance(name, str)] if isinstance(policies, dict) else []
-    return reported_name_mistakes(f"{TABLE}.metric", str(full.metric), names, is_default=table.metric is None)
 
 
 def first_of(table: SweepTable) -> Settings:

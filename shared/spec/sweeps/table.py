@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Collection
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from opentinker.shared.spec.base import SpecPart, Steps
+from opentinker.shared.types.metric_directions import goal_of
 from opentinker.shared.types.mistakes import Mistakes, fill, mistake, short
 
 MAX_PARAMETERS = 16
@@ -167,7 +169,8 @@ class SweepTable(SpecPart):
     `loss` (sft), `rewards/accuracy` (dpo), `val/reward/mean` (eval). With [policies] it is `POLICY/METRIC`, and needed.
     """
     goal: Literal["maximize", "minimize"] | None = None
-    """Whether larger or smaller values are better; default: `minimize` for the metric `loss`, else `maximize`."""
+    """Whether larger or smaller values are better. Needed for a metric of which that is not known, as of most that
+    environments report; docs/sweeps.md lists those of which it is."""
     summary: Literal["last", "best", "mean"] = "last"
     """Part of a metric's history that counts as the trial's value: its end, its best moving mean, or its mean."""
     window: Annotated[int, Field(ge=1, le=10_000)] | None = None
@@ -283,8 +286,9 @@ class SweepTable(SpecPart):
             return self.trials or MAX_JOBS // self.repeats
         return math.prod(len(one.grid or ()) for one in self.parameters.values())
 
-    def with_defaults(self, kind: str) -> SweepTable:
-        """Return the table with metric, goal and window for jobs of this kind."""
+    def with_defaults(self, kind: str, policies: Collection[str] = ()) -> SweepTable:
+        """Return the table with metric, goal and window for jobs of this kind, which have these policies; without goal
+        where it is needed."""
         metric = self.metric or METRICS[kind]
         evaluated = "val" in metric.split("/")
         filled = self.model_copy()
@@ -293,7 +297,7 @@ class SweepTable(SpecPart):
             {
                 "kind": kind,
                 "metric": metric,
-                "goal": self.goal or ("minimize" if metric.rpartition("/")[2] == "loss" else "maximize"),
+                "goal": self.goal or goal_of(metric, policies),
                 "window": self.window or (1 if evaluated else WINDOW),
             },
         )

@@ -1,29 +1,33 @@
-// Which way a metric is better, by its name, and who is best in it. docs/metrics.md has the names.
+// Which way a metric is better, by its name, and who is best in it. docs/metrics.md has the names. The patterns are those
+// of shared/types/metric_directions.py, which sweeps use: change both.
 
 /** Whether more is better, or less; null: neither, or nobody can tell, as of an environment's own metrics. */
 export type Direction = "rises" | "falls" | null;
 
 const RISES = [
-  /^reward(\/(mean|min|max|own|env\/.+|against\/.+))?$/,
+  /^reward(\/(mean|min|max|own|(env|team|against)\/.+))?$/,
   /^task\/.+\/(reward|exact|accuracy|pass\/\d+)$/,
   /^reward_model\/.+\/mean$/,
   /^(rewards\/)?(accuracy|margin)$/,
-  /^(exact|solved|success|wins|rating)$/,
+  /^(exact|solved|success|rating)$/,
+  /^wins(\/.+)?$/,
   /^(pool\/[^/]+\/)?winrate(\/.+)?$/,
   /^pass\/\d+$/,
   /^teacher\/logprob$/,
-  /(^|\/)explained_variance$/,
-  /_per_s$/,
+  /^(critic|value)\/explained_variance$/,
+  /^(trainer|rollout|serving|reference|scheduler|env)\/([a-z]+_)?(tokens|episodes|groups|turns|steps|answers)_per_s$/,
 ];
 const FALLS = [
   /^(models\/.+\/)?loss$/,
   /^perplexity$/,
   /^teacher\/(kl|k3)$/,
-  /(^|\/)mismatch(\/(mean|max))?$/,
-  /^(failed|missing|losses|tool_errors|zero_variance|turns\/untrainable)$/,
+  /^((mismatch|drift)\/(mean|max)|swap\/mismatch)$/,
+  /^(failed|missing|tool_errors|zero_variance|turns\/untrainable)$/,
+  /^losses(\/.+)?$/,
   /^(dropped|failed|env\/tool_errors)\/.+$/,
-  /(^|\/)(seconds|wait_share)$/,
-  /_(s|ms|seconds)$/,
+  /^((step_|train_)?seconds|trainer\/wait_share)$/,
+  /^(trainer|swap|rollout|time|models\/.+)\/(seconds|[a-z_]+_seconds|[a-z_]*(?<!_per)_s)$/,
+  /^env\/tool_ms\/.+(?<!_per_s)$/,
 ];
 
 export function directionOf(metric: string): Direction {

@@ -71,6 +71,8 @@ def test_a_sweep_of_several_policies_has_no_metric_by_default() -> None:
     assert parse_sweep(swept).table.metric == "speaker/reward/mean"
     swept["sweep"]["metric"] = "rollout/tokens_per_s"
     assert parse_sweep(swept).table.metric == "rollout/tokens_per_s", "a metric of workers"
+    swept["sweep"]["metric"] = "listener/step_seconds"
+    assert parse_sweep(swept).table.goal == "minimize", "as without the policy's name"
 
 
 def test_metrics_without_a_policy_are_left_alone() -> None:

@@ -212,6 +212,23 @@ def test_the_kind_of_the_jobs_stands_in_the_table_where_kind_is_sweep() -> None:
     assert found.base["kind"] == "sft" and (found.table.metric, found.table.goal) == ("loss", "minimize")
 
 
+@pytest.mark.parametrize(
+    ("metric", "goal"),
+    [("step_seconds", "minimize"), ("mismatch/mean", "minimize"), ("val/failed", "minimize"), ("exact", "maximize")],
+)
+def test_the_goal_of_a_known_metric_follows_from_its_name(metric: str, goal: str) -> None:
+    assert parse_sweep(sweep({"train.lr": [1]}, metric=metric)).table.goal == goal
+
+
+@pytest.mark.parametrize("metric", ["loss/policy", "entropy", "my_score"])
+def test_a_metric_that_nobody_knows_needs_a_goal(metric: str) -> None:
+    assert f"values of {metric} are better is not known" in wrong(sweep({"train.lr": [1]}, metric=metric))["sweep.goal"]
+    assert parse_sweep(sweep({"train.lr": [1]}, metric=metric, goal="minimize")).table.goal == "minimize"
+    told = {"url": "https://hooks.example/x", "on": ["target"], "target": {"metric": metric, "above": 0.5}}
+    data = sweep({"train.lr": [1]}, {"notify": [told]}, metric=metric)
+    assert wrong(data).keys() == {"sweep.goal"}, "which bound suits is not known either"
+
+
 def test_a_wrong_kind_of_the_jobs_is_the_only_mistake_since_their_settings_depend_on_it() -> None:
     rows = {**SMALLEST, "kind": "sweep", "data": {"path": "rows.jsonl"}}
     assert wrong({**rows, "sweep": {"parameters": {"data.batch_size": [1]}, "kind": "stf"}}).keys() == {"sweep.kind"}
