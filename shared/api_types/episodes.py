@@ -79,7 +79,7 @@ class Estimate(TypedDict):
 
     value: float
     low: float | None
-    """Its 95% interval, Wilson's for shares; null where one episode says nothing of the spread."""
+    """Its 95% interval, Wilson's for shares; null where one start state says nothing of the spread."""
     high: float | None
 
 

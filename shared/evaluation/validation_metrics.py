@@ -40,7 +40,8 @@ def validation_metrics(
     with `opponents`, the number of episodes against each.
 
     val/reward/{mean,std}, and val/NAME for every metric that the environment reported (`val/env/NAME` where the name is
-    taken, or begins with a part of ours), each with `low` and `high` of `interval`; val/reward/seat/NAME where there
+    taken, or begins with a part of ours), each with `low` and `high` of `interval`, or of `rate_interval` where all
+    episodes have 0 or 1, for val/pass/K and for val/winrate; val/reward/seat/NAME where there
     are several seats (with its bounds; an episode's reward is the mean of the policy's seats); val/component/NAME (mean
     part of the reward), val/pass/K as `pass_at` says, val/signal (share of the start states with several episodes in
     which these earned different rewards), val/response_length/{mean,max}, val/turns/mean, val/ending/REASON
@@ -95,7 +96,7 @@ def _results_of_games(
         decided = [(state, r.outcome) for state, r in zip(states, own, strict=True) if r.outcome is not None]
         if decided:
             over, outcomes = zip(*decided, strict=True)
-            values |= _mean(f"val/winrate{at}", over, outcomes)
+            values |= _mean(f"val/winrate{at}", over, outcomes, rate_of=len(outcomes))
             counted = Counter(outcomes)
             values |= {f"val/{name}{at}": float(counted[outcome]) for name, outcome in OUTCOMES.items()}
         if opponent and own:
@@ -132,7 +133,7 @@ def pass_at(solved: Sequence[bool], states: Sequence[int], samples: int, below: 
     """BELOW/pass/K for K = 1, 2, 4... and `samples`: the chance that one of K episodes from a start state solves it.
 
     1 - C(n - c, K) / C(n, K) where c of n episodes did (Chen et al., arXiv 2107.03374, eq. 1), averaged over the start
-    states that have K episodes or more; `low` and `high` are the bounds of that mean, as `interval` says.
+    states that have K episodes or more; `low` and `high` are the bounds of that mean, as `rate_interval` says.
     """
     played, passed = Counter(states), Counter(state for state, won in zip(states, solved, strict=True) if won)
     wanted = sorted({samples, *(2**power for power in range(samples.bit_length()) if 2**power < samples)})
@@ -140,7 +141,8 @@ def pass_at(solved: Sequence[bool], states: Sequence[int], samples: int, below: 
     for k in wanted:
         chances = {s: 1.0 - math.comb(n - passed[s], k) / math.comb(n, k) for s, n in played.items() if n >= k}
         if chances:
-            values |= _mean(f"{below}/pass/{k}", list(chances), list(chances.values()))
+            tries = sum(played[state] for state in chances) // k
+            values |= _mean(f"{below}/pass/{k}", list(chances), list(chances.values()), rate_of=tries)
     return values
 
 
@@ -152,23 +154,34 @@ def _signal(states: Sequence[int], rewards: Sequence[float]) -> dict[str, float]
     return {"val/signal": float(np.mean([not alike(group) for group in groups]))} if groups else {}
 
 
-def interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """The 95% confidence interval of the mean over start states; None if one value says nothing of the spread.
-
-    0 or 1 only: Wilson's score interval of a rate p of n (Wilson, JASA 22, 1927; Brown, Cai and DasGupta, Statistical
-    Science 16, 2001, eq. 4), which stays within [0, 1] and is sensible at 0 and 1:
-        (p + z^2/2n +- z sqrt(p(1 - p)/n + z^2/4n^2)) / (1 + z^2/n)
-    Else the normal approximation: mean +- z s / sqrt(n), s with n - 1.
-    """
-    n, mean = len(values), float(np.mean(values))
-    if set(values) <= {0.0, 1.0}:
-        centre = mean + Z95**2 / (2 * n)
-        half = Z95 * math.sqrt(mean * (1 - mean) / n + Z95**2 / (4 * n**2))
-        return (centre - half) / (1 + Z95**2 / n), (centre + half) / (1 + Z95**2 / n)
+def interval(means: Sequence[float]) -> tuple[float, float] | None:
+    """The 95% confidence interval of the mean over start states, by the normal approximation: mean +- z s / sqrt(n),
+    s with n - 1; None if one start state says nothing of the spread. `means`: of each start state."""
+    n, mean = len(means), float(np.mean(means))
     if n == 1:
         return None
-    half = Z95 * float(np.std(values, ddof=1)) / math.sqrt(n)
+    half = Z95 * float(np.std(means, ddof=1)) / math.sqrt(n)
     return mean - half, mean + half
+
+
+def rate_interval(rates: Sequence[float], episodes: int) -> tuple[float, float]:
+    """The 95% confidence interval of a rate p, the mean of the `rates` of start states with so many episodes together:
+    Wilson's score interval (Wilson, JASA 22, 1927; Brown, Cai and DasGupta, Statistical Science 16, 2001, eq. 4), which
+    stays within [0, 1] and is sensible at 0 and 1:
+        (p + z^2/2n +- z sqrt(p(1 - p)/n + z^2/4n^2)) / (1 + z^2/n)
+
+    n is the effective sample size, p(1 - p) over the variance of the mean over start states, as episodes of one start
+    state resemble each other. It is at least the number of start states, as if all episodes of one were alike, and at
+    most that of the episodes.
+    """
+    states, p = len(rates), min(1.0, max(0.0, float(np.mean(rates))))
+    variance = float(np.var(rates, ddof=1)) / states if states > 1 else math.inf
+    most = max(states, episodes)
+    n = min(most, max(states, p * (1 - p) / variance)) if variance else most if 0 < p < 1 else states
+    centre = p + Z95**2 / (2 * n)
+    half = Z95 * math.sqrt(p * (1 - p) / n + Z95**2 / (4 * n**2))
+    low, high = (centre - half) / (1 + Z95**2 / n), (centre + half) / (1 + Z95**2 / n)
+    return max(0.0, min(low, p)), min(1.0, max(high, p))  # of 0 and 1 but for rounding
 
 
 def _place(below: str, name: str, taken: Container[str], own: Container[str]) -> str:
@@ -178,14 +191,19 @@ def _place(below: str, name: str, taken: Container[str], own: Container[str]) ->
     return f"{below}/env/{name}" if place in taken or name.partition("/")[0] in own else place
 
 
-def _mean(place: str, states: Sequence[int], values: Sequence[float], end: str = "") -> dict[str, float]:
+def _mean(
+    place: str, states: Sequence[int], values: Sequence[float], end: str = "", *, rate_of: int | None = None
+) -> dict[str, float]:
     """Return the mean over start states, with its interval; with one episode each that is the mean over episodes.
-    `end`: suffix of the metric's name."""
+    `end`: suffix of the metric's name. `rate_of`: of a rate, its number of episodes; values of 0 and 1 are one of
+    themselves."""
     by_state: dict[int, list[float]] = {}
     for state, value in zip(states, values, strict=True):
         by_state.setdefault(state, []).append(value)
     means = [float(np.mean(found)) for found in by_state.values()]
-    found = interval(means)
+    if rate_of is None and set(values) <= {0.0, 1.0}:
+        rate_of = len(values)
+    found = interval(means) if rate_of is None else rate_interval(means, rate_of)
     bounds = {} if found is None else {f"{place}/low": found[0], f"{place}/high": found[1]}
     return {f"{place}{end}": float(np.mean(means))} | bounds
 

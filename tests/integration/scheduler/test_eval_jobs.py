@@ -75,12 +75,12 @@ def means(found: dict[str, float]) -> list[str]:
 
 
 def test_intervals_are_of_start_states_however_often_each_was_played() -> None:
-    rewards = [1.0, 0.0, 1.0, 0.0, 0.0, 0.0]
+    rewards = [0.75, 0.0, 0.75, 0.0, 0.0, 0.0]
     found = validation_metrics([result(i, r) for i, r in enumerate(rewards)], 6, samples=2, solved_at=0.5)
-    assert (found["val/reward/mean"], found["val/pass/1"], found["val/pass/2"]) == pytest.approx((1 / 3, 1 / 3, 2 / 3))
-    half = 1.959964 * math.sqrt(sum((m - 1 / 3) ** 2 for m in (0.5, 0.5, 0.0)) / 2 / 3)
-    assert found["val/reward/high"] == pytest.approx(1 / 3 + half)
-    assert found["val/component/form"] == pytest.approx(1 / 6)
+    assert (found["val/reward/mean"], found["val/pass/1"], found["val/pass/2"]) == pytest.approx((1 / 4, 1 / 3, 2 / 3))
+    half = 1.959964 * math.sqrt(sum((m - 1 / 4) ** 2 for m in (0.375, 0.375, 0.0)) / 2 / 3)
+    assert found["val/reward/high"] == pytest.approx(1 / 4 + half)
+    assert found["val/component/form"] == pytest.approx(1 / 8)
     assert found["val/signal"] == pytest.approx(2 / 3), "the last state's episodes earned the same"
     assert "val/signal" not in validation_metrics([result(0, 1.0), result(1, 0.0)], 2)
     assert undocumented(found) == []

@@ -16,7 +16,7 @@ from opentinker.services.trainer.batch.batch_metrics import batch_metrics
 from opentinker.services.trainer.eval_scheduler import EvalScheduler
 from opentinker.services.trainer.job_reporter import JobReporter
 from opentinker.services.trainer.learners.base import EmptySnapshot, SimulatedLearner
-from opentinker.shared.evaluation.validation_metrics import Z95, interval, validation_metrics
+from opentinker.shared.evaluation.validation_metrics import Z95, interval, rate_interval, validation_metrics
 from opentinker.shared.messaging.subjects import EXAM, EXAM_RESULT
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec, parse_spec
@@ -56,7 +56,7 @@ def test_interval_of_a_rate_are_the_rates_that_the_sample_does_not_refute(right:
     """Wilson: all p with |p_hat - p| <= z sqrt(p(1 - p)/n), here the roots of the quadratic, by numpy."""
     share = right / n
     roots = sorted(np.roots([1 + Z95**2 / n, -(2 * share + Z95**2 / n), share**2]).real)
-    found = interval([1.0] * right + [0.0] * (n - right))
+    found = rate_interval([1.0] * right + [0.0] * (n - right), n)
     assert found == pytest.approx(roots, abs=1e-9)
 
 

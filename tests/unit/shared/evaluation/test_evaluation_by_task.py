@@ -53,9 +53,8 @@ def test_solved_follows_the_setting_and_pass_at_k_is_by_task_too() -> None:
 
 def test_pass_at_k_has_the_interval_of_its_mean_over_start_states() -> None:
     found = pass_at([True, False, False, False, True, True], [0, 0, 1, 1, 2, 2], samples=2)
-    chances = [0.5, 0.0, 1.0]
-    half = Z95 * np.std(chances, ddof=1) / math.sqrt(3)
-    assert [found["val/pass/1/low"], found["val/pass/1/high"]] == pytest.approx([0.5 - half, 0.5 + half])
+    assert np.var([0.5, 0.0, 1.0], ddof=1) / 3 == pytest.approx(0.5 * 0.5 / 3), "the effective sample size is 3"
+    assert [found["val/pass/1/low"], found["val/pass/1/high"]] == pytest.approx(wilson(0.5, 3), abs=1e-9)
     assert [found["val/pass/2/low"], found["val/pass/2/high"]] == pytest.approx(wilson(2 / 3, 3), abs=1e-9)
 
 
