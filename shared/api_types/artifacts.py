@@ -45,6 +45,9 @@ class Evaluation(TypedDict):
     state: str
     environment: str
     """Empty for sft and dpo, which are evaluated on rows."""
+    setting: str
+    """Environment and config, the players of the other seats, sampling; or the rows. Evaluations may be compared where
+    it is equal."""
     finished: float | None
     values: dict[str, float]
     """val/* metrics; NAME/low and NAME/high are the 95% interval of NAME. Empty until it has succeeded."""
@@ -88,6 +91,9 @@ class RegisteredCheckpoint(TypedDict):
     """The base model, then JOB@STEP of each checkpoint from which training continued; without the checkpoint itself."""
     evaluations: list[Evaluation]
     """The newest first."""
+    compared: dict[str, int]
+    """By setting, the place in `evaluations` of the one that counts when checkpoints are compared: the newest with
+    values, whether an eval job or the checkpoint's own job made it."""
 
 
 class CheckpointRegistry(TypedDict):

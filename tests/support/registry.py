@@ -40,9 +40,10 @@ async def trained(store: Store, *, start: str = "", **changes: Any) -> str:
     return await new_job(store, **{"model": {"base": BASE}, "train": {"steps": 3}, **origin, **changes})
 
 
-async def evaluated(store: Store, checkpoint: str, exact: float, **values: float) -> str:
-    """An eval job that played a checkpoint."""
-    spec: dict[str, Any] = {"kind": "eval", "name": "look", "model": {"base": BASE}, "environment": {"name": "bandit"}}
+async def evaluated(store: Store, checkpoint: str, exact: float, *, split: str = "", **values: float) -> str:
+    """An eval job that played a checkpoint. `split`: of the environment's config."""
+    environment = {"name": "bandit", "config": {"split": split} if split else {}}
+    spec: dict[str, Any] = {"kind": "eval", "name": "look", "model": {"base": BASE}, "environment": environment}
     spec |= {"evaluation": {"episodes": 2}, "rollout": {"engine": "toy"}, "start": {"from": checkpoint}}
     id = f"j-ev{checkpoint[2:5]}{int(exact * 1e5):05d}"
     await store.create_job(id=id, spec=parse_spec(spec).model_dump(mode="json", by_alias=True), tenant="default")

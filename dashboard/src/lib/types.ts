@@ -277,6 +277,8 @@ export interface Evaluation {
   step: number;
   state: string;
   environment: string;
+  /** Environment and config, players, sampling; or the rows. Evaluations may be compared where it is equal. */
+  setting: string;
   values: Record<string, number>;
   categories: Category[];
   during_training: boolean;
@@ -302,4 +304,6 @@ export interface RegisteredCheckpoint {
   published: string[];
   lineage: string[];
   evaluations: Evaluation[];
+  /** By setting: the place in `evaluations` of the one that counts in comparisons. */
+  compared: Record<string, number>;
 }

@@ -4,7 +4,7 @@ import type { JSX } from "preact";
 import { useState } from "preact/hooks";
 import { useAsked, useDoing, useMay, useNow } from "../hooks.ts";
 import { ask } from "../lib/api.ts";
-import { environmentsOf, lineageLinks, metricRows, type MetricRow } from "../lib/checkpoints/registry.ts";
+import { lineageLinks, metricRows, settingsOf, type MetricRow } from "../lib/checkpoints/registry.ts";
 import type { RegisteredCheckpoint } from "../lib/types.ts";
 import { ago, bytes, counted, moment } from "../lib/words.ts";
 import { Bounded, Empty, Said, Select, Table, type Column } from "../parts.tsx";
@@ -173,10 +173,10 @@ function Publish({ checkpoint, again }: { checkpoint: string; again: () => void 
 }
 
 function Comparison({ of, clear }: { of: RegisteredCheckpoint[]; clear: () => void }): JSX.Element {
-  const environments = environmentsOf(of);
+  const settings = settingsOf(of);
   const [chosen, setChosen] = useState("");
-  const environment = environments.includes(chosen) ? chosen : (environments[0] ?? "");
-  const rows = metricRows(of, environments.length > 1 ? environment : null);
+  const setting = settings.includes(chosen) ? chosen : (settings[0] ?? "");
+  const rows = metricRows(of, setting);
   const columns: Column<MetricRow>[] = [
     ["Metric", (row) => row.name],
     ...of.map((one, place): Column<MetricRow> => [
@@ -188,9 +188,7 @@ function Comparison({ of, clear }: { of: RegisteredCheckpoint[]; clear: () => vo
     <section class="card compared">
       <h2>{counted(of.length, "checkpoint")} compared by evaluation</h2>
       <p>
-        {environments.length > 1 && (
-          <Select label="Environment" value={environment} of={environments.map((one) => [one, one || "rows of [data]"])} choose={setChosen} />
-        )}{" "}
+        {settings.length > 1 ? <Select label="Setting" value={setting} of={settings.map((one) => [one, one])} choose={setChosen} /> : setting}{" "}
         <button onClick={clear}>Clear the selection</button>
       </p>
       {rows.length === 0 ? (

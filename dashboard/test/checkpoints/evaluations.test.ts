@@ -10,7 +10,7 @@ function point(step: number, values: Record<string, number>, source = "validatio
 }
 
 function evaluation(step: number, values: Record<string, number>, policy = ""): Evaluation {
-  return { job: `j-${step}`, name: "look", policy, step, state: "succeeded", environment: "math", values, categories: [], during_training: false };
+  return { job: `j-${step}`, name: "look", policy, step, state: "succeeded", environment: "math", setting: "math; greedy", values, categories: [], during_training: false };
 }
 
 test("a step is a row, the newest first, with the evaluations of the job and those of eval jobs", () => {
@@ -29,6 +29,7 @@ test("a step is a row, the newest first, with the evaluations of the job and tho
       [10, "j-10", [undefined, 0.5, undefined]],
     ],
   );
+  assert.deepEqual(table.rows.map((row) => row.setting), ["", "", "math; greedy"]);
   assert.equal(table.hasCategories, false);
 });
 

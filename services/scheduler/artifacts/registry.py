@@ -17,6 +17,7 @@ import orjson
 
 from opentinker.shared.api_types.artifacts import Evaluation, RegisteredCheckpoint
 from opentinker.shared.evaluation.categories import categories_of
+from opentinker.shared.evaluation.setting_text import setting_of
 from opentinker.shared.single_flight import SingleFlight
 from opentinker.shared.state.artifacts import ArtifactEntry, ArtifactIndex
 from opentinker.shared.state.list_rows import ListRow, ListRows
@@ -139,6 +140,7 @@ def evaluation_of(job: JobRecord) -> Evaluation:
         "step": step,
         "state": job.state,
         "environment": job.spec["environment"]["name"],
+        "setting": setting_of(job.spec),
         "finished": job.finished or None,
         "values": values,
         "categories": categories_of(values),
@@ -159,6 +161,7 @@ def _evaluations_of(part: JobRecord, entry: ArtifactEntry, by_jobs: list[Evaluat
                 "step": _step(entry),
                 "state": JobState.SUCCEEDED,
                 "environment": (part.spec.get("environment") or {}).get("name", ""),
+                "setting": setting_of(part.spec),
                 "finished": entry.evaluation.finished,
                 "values": values,
                 "categories": categories_of(values),
@@ -166,6 +169,15 @@ def _evaluations_of(part: JobRecord, entry: ArtifactEntry, by_jobs: list[Evaluat
             }
         )
     return sorted(found, key=lambda one: one["finished"] or math.inf, reverse=True)
+
+
+def compared(evaluations: list[Evaluation]) -> dict[str, int]:
+    """Return by setting the place of the evaluation that counts: the first with values, of the newest first."""
+    found: dict[str, int] = {}
+    for place, one in enumerate(evaluations):
+        if one["values"]:
+            found.setdefault(one["setting"], place)
+    return found
 
 
 def lineage_of(part: JobRecord, records: Mapping[str, JobRecord]) -> list[str]:
@@ -190,6 +202,7 @@ def _registered(
     files, lora = entry.manifest.files, part.spec["model"].get("lora")
     job, policy = split_part(part.id)
     weights = any(name.endswith(".safetensors") and "/" not in name for name in files)
+    listed = _evaluations_of(part, entry, evaluations)
     return {
         "checkpoint": f"{part.id}@{entry.manifest.step}",
         "job": job,
@@ -207,7 +220,8 @@ def _registered(
         "lora_rank": lora["rank"] if ADAPTER in files and lora else None,
         "published": [],
         "lineage": lineage_of(part, records),
-        "evaluations": _evaluations_of(part, entry, evaluations),
+        "evaluations": listed,
+        "compared": compared(listed),
     }
 
 

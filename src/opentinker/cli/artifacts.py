@@ -134,11 +134,11 @@ def games_won(values: Mapping[str, float]) -> str:
 
 
 def _evaluated(one: Evaluation, metric: str = "") -> str:
-    """`exact 0.91 (0.88 to 0.94) on gsm8k, j-...`, or its state; `during training` in the place of the job that made it
-    itself. `metric`: shown in the place of the main one."""
+    """`exact 0.91 (0.88 to 0.94) on gsm8k; greedy; 512 tokens, j-...`, or its state; `during training` in the place of
+    the job that made it itself. `metric`: shown in the place of the main one."""
     by = "during training" if one.get("during_training") else one["job"]  # an older server does not say it
     values = one["values"]
-    on = f" on {one['environment']}" if one["environment"] else ""
+    on = f" on {one['setting']}"
     if not metric and (won := games_won(values)):
         return f"{won}{on}, {by}"
     wanted = f"val/{metric.removeprefix('-').removeprefix('val/')}"

@@ -61,7 +61,7 @@ async def test_evaluations_are_a_table_over_checkpoints(
     rows = table.locator("tbody tr")
     await expect(rows).to_have_count(3)
     await expect(rows.nth(0)).to_contain_text("4schedule0.375 0 to 0.5")
-    await expect(rows.nth(1)).to_contain_text("4bandit0.5")
+    await expect(rows.nth(1)).to_contain_text("4bandit; greedy; 256 tokens0.5")
     await expect(rows.nth(2)).to_contain_text("2schedule0.125")
     await table.get_by_role("button", name="categories").click()
     await expect(table.locator("th")).to_have_text(["Step", "By", "a/b", "number theory"])

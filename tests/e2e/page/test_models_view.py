@@ -49,6 +49,12 @@ async def test_models_are_filtered_published_and_compared(opened: Open, http: Ht
     await expect(exact.locator("td").nth(1)).to_contain_text("0.15 to 0.35")
     await expect(exact.locator("td").nth(3)).to_be_empty()
     await expect(tab.page.locator(".compared th").nth(2)).to_have_text("best.v1")
+    await expect(tab.page.locator(".compared tbody tr")).to_have_count(1)
+    await tab.page.get_by_label("Setting").select_option("copy_digits")
+    await expect(exact.locator("td").nth(1)).to_have_text("0.125")
+    await expect(exact.locator("td").nth(2)).to_be_empty()
+    await tab.page.get_by_label("Setting").select_option("bandit; greedy; 256 tokens")
+    await expect(exact.locator("b")).to_contain_text("0.75")
 
     await tab.page.get_by_label("project").fill("maths")
     await tab.page.get_by_label("project").press("Enter")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import orjson
@@ -59,13 +60,21 @@ async def test_checkpoints_are_compared_by_their_newest_evaluations(
     await evaluated(store, first, 0.25)
     await evaluated(store, first, 0.5)
     await evaluated(store, second, 0.75, **{"val/turns": 2.0})
+    await evaluated(store, second, 0.875, split="test")
     await client.publish(second, "best")
     shown = (await run("compare", first, "best", "j-bbbbbbbbbb", *on)).stdout.splitlines()
-    assert shown[0].split() == ["on", "metric", first, second], "a job stands for its newest evaluated checkpoint"
-    assert [line.split(maxsplit=2)[2] for line in shown[1:] if line.split()[:2] == ["bandit", "exact"]] == [
-        "0.5 (0.4 to 0.6)  0.75 (0.65 to 0.85)"
-    ]
-    assert any(line.split() == ["bandit", "turns", "-", "2"] for line in shown)
+    starts = [place for place, line in enumerate(shown) if line.startswith("on ")]
+    assert [shown[place] for place in starts] == [
+        "on bandit; greedy; 256 tokens", "on bandit split=test; greedy; 256 tokens", "on copy_digits",
+    ]  # fmt: skip
+    for place in starts:
+        assert shown[place + 1].split() == ["metric", first, second], "a job stands for its newest evaluated checkpoint"
+    assert [re.split(r"\s\s+", line) for line in shown if line.split()[0] == "exact"] == [
+        ["exact", "0.5 (0.4 to 0.6)", "0.75 (0.65 to 0.85)"],
+        ["exact", "-", "0.875 (0.775 to 0.975)"],
+        ["exact", "0.125", "-"],
+    ], "the last one is of training"
+    assert any(line.split() == ["turns", "-", "2"] for line in shown)
     only = (await run("compare", first, second, "--metric", "exact", *on)).stdout
     assert "turns" not in only and "exact" in only
     wrong = await run("compare", first, second, "--metric", "exakt", *on)

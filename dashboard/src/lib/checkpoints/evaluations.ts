@@ -10,7 +10,7 @@ export interface EvaluatedStep {
   step: number;
   /** The eval job; empty: an evaluation of the job itself, on its schedule. */
   job: string;
-  environment: string;
+  setting: string;
   cells: (ResultRow | undefined)[];
 }
 
@@ -29,7 +29,7 @@ const SOLVED = /^task\/(.+)\/pass\/1$/;
 
 /** Newest step first. `points`: of the job's own evaluations; `policy`: whose, of a job with several. */
 export function evaluationTable(evaluations: Evaluation[], points: Point[], policy: string, shown: Columns): EvaluationTable {
-  const own = points.filter((one) => policyOf(one.source) === policy).map((one) => ({ step: one.step, job: "", environment: "", values: bare(one.values, policy) }));
+  const own = points.filter((one) => policyOf(one.source) === policy).map((one) => ({ step: one.step, job: "", setting: "", values: bare(one.values, policy) }));
   const newest = new Map(own.filter((one) => "val/episodes" in one.values || "val/loss" in one.values).map((one) => [one.step, one]));
   const others = evaluations.filter((one) => one.policy === policy && Object.keys(one.values).length > 0);
   const all = [...newest.values(), ...others].sort((a, b) => b.step - a.step || a.job.localeCompare(b.job));
@@ -39,7 +39,7 @@ export function evaluationTable(evaluations: Evaluation[], points: Point[], poli
   const columns = shown === "categories" ? categories : ordered([...names]).slice(0, MAX_COLUMNS);
   return {
     columns: columns.map((name) => name.replace(SOLVED, "$1")),
-    rows: found.map(({ step, job, environment, byName }) => ({ step, job, environment, cells: columns.map((name) => byName.get(name)) })),
+    rows: found.map(({ step, job, setting, byName }) => ({ step, job, setting, cells: columns.map((name) => byName.get(name)) })),
     hasCategories: categories.length > 0,
   };
 }

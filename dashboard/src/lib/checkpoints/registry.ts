@@ -17,10 +17,9 @@ export interface MetricRow {
   best: number[];
 }
 
-/** A row per metric over the evaluations of these checkpoints on an environment, by default on all; of several with the
- * metric the newest counts. */
-export function metricRows(checkpoints: RegisteredCheckpoint[], environment: string | null = null): MetricRow[] {
-  const columns = checkpoints.map((one) => newest(one, environment));
+/** A row per metric over the evaluations of these checkpoints in a setting. */
+export function metricRows(checkpoints: RegisteredCheckpoint[], setting: string): MetricRow[] {
+  const columns = checkpoints.map((one) => cellsOf(one, setting));
   const all = Object.assign({}, ...columns.map((values) => Object.fromEntries(values))) as Record<string, Cell>;
   const names = resultRows(Object.fromEntries(Object.entries(all).map(([name, cell]) => [name, cell.value]))).map((row) => row.name);
   return names.map((name) => {
@@ -29,18 +28,17 @@ export function metricRows(checkpoints: RegisteredCheckpoint[], environment: str
   });
 }
 
-function newest(one: RegisteredCheckpoint, environment: string | null): Map<string, Cell> {
-  const found = new Map<string, Cell>();
-  for (const evaluation of one.evaluations) {
-    if (environment !== null && evaluation.environment !== environment) continue;
-    for (const { name, value, interval } of resultRows(evaluation.values)) if (!found.has(name)) found.set(name, { value, interval });
-  }
-  return found;
+/** Of the evaluation that counts; the server chooses it. */
+function cellsOf(one: RegisteredCheckpoint, setting: string): Map<string, Cell> {
+  const evaluation = one.evaluations[one.compared[setting] ?? -1];
+  return new Map(resultRows(evaluation?.values ?? {}).map(({ name, value, interval }) => [name, { value, interval }]));
 }
 
-/** Environments of these checkpoints' evaluations, by name; empty for rows of [data]. */
-export function environmentsOf(checkpoints: RegisteredCheckpoint[]): string[] {
-  return [...new Set(checkpoints.flatMap((one) => one.evaluations.map((found) => found.environment)))].sort();
+/** The settings of these checkpoints' evaluations, those of most checkpoints first. */
+export function settingsOf(checkpoints: RegisteredCheckpoint[]): string[] {
+  const counts = new Map<string, number>();
+  for (const one of checkpoints) for (const setting of Object.keys(one.compared)) counts.set(setting, (counts.get(setting) ?? 0) + 1);
+  return [...counts.keys()].sort((one, other) => counts.get(other)! - counts.get(one)! || (one < other ? -1 : 1));
 }
 
 export interface Link {

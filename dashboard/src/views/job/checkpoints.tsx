@@ -92,7 +92,7 @@ export function Evaluated({ of }: { of: Evaluation[] }): JSX.Element {
       {of.map((one) => (
         <div key={one.job}>
           <a href={`#/jobs/${one.job}${one.during_training ? "/checkpoints" : ""}`}>{mainResult(one.values) ?? one.state}</a>{" "}
-          <small class="dim">{[one.environment, one.during_training && "during training"].filter(Boolean).join(", ")}</small>
+          <small class="dim">{[one.setting, one.during_training && "during training"].filter(Boolean).join(", ")}</small>
         </div>
       ))}
     </>

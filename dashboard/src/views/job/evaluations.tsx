@@ -25,7 +25,7 @@ export function Evaluations({ job, policy, evaluations }: EvaluationsProps): JSX
   if (!table.rows.length) return null;
   const columns: Column<EvaluatedStep>[] = [
     ["Step", (row) => row.step],
-    ["By", (row) => (row.job ? <a href={`#/jobs/${row.job}`}>{row.environment}</a> : "schedule")],
+    ["By", (row) => (row.job ? <a href={`#/jobs/${row.job}`}>{row.setting}</a> : "schedule")],
     ...table.columns.map((name, at): Column<EvaluatedStep> => [name, ({ cells }) => <Bounded of={cells[at]} />]),
   ];
   return (

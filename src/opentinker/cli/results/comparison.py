@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from opentinker.cli.common import AsJson, Url, client, complain, print_json, print_table
+from opentinker.cli.common import AsJson, Url, client, complain, print_json, print_table, say
 from opentinker.cli.results.values import estimate_of, names_of
 from opentinker.cli.shell import complete
 from opentinker.shared.types.core import split_part
@@ -43,37 +44,51 @@ def compare(
 ) -> None:
     """Compare checkpoints by their evaluations: a row per metric, a column per checkpoint.
 
-    The newest of several evaluations on the same environment counts.
+    There is a table for each setting (environment and config, players, sampling). The newest evaluation in a setting
+    counts, also one of training.
     """
     api = client(url)
     found = {one["checkpoint"]: one for one in (_found(api, word) for word in checkpoints)}
     if as_json:
         print_json(list(found.values()))
         return
-    newest = {name: _newest(one) for name, one in found.items()}
+    counting = {name: evaluations_by_setting(one) for name, one in found.items()}
     if metric:
-        refuse_unknown(metric, newest)
-    rows = []
-    for environment in sorted({on for own in newest.values() for on in own}):
-        values = {name: own[environment]["values"] if environment in own else {} for name, own in newest.items()}
-        known = names_of({name: 0.0 for each in values.values() for name in each})
-        for one in known:
-            if metric and one not in metric and one.removeprefix("val/") not in metric:
-                continue
-            cells = [estimate_of(own, one) if one in own else "-" for own in values.values()]
-            rows.append([environment or "rows", one.removeprefix("val/"), *cells])
-    empty = "none of them was evaluated: `opentinker eval CHECKPOINT ...` makes evaluations"
-    print_table(["on", "metric", *found], rows, empty=empty)
-    if without := [name for name, own in newest.items() if not own and rows]:
+        refuse_unknown(metric, counting)
+    tables = {setting: _rows(setting, counting, metric) for setting in settings_of(counting)}
+    tables = {setting: rows for setting, rows in tables.items() if rows}
+    for setting, rows in tables.items():
+        say(f"on {setting}")
+        print_table(["metric", *found], rows, empty="")
+    if not tables:
+        say("none of them was evaluated: `opentinker eval CHECKPOINT ...` makes evaluations")
+    elif without := [name for name, own in counting.items() if not own]:
         complain(f"not evaluated: {', '.join(without)}")
 
 
-def refuse_unknown(metrics: Sequence[str], newest: Mapping[str, Mapping[str, Evaluation]]) -> None:
+def settings_of(counting: Mapping[str, Mapping[str, Evaluation]]) -> list[str]:
+    """Return the settings of these checkpoints' evaluations, those of most checkpoints first."""
+    counts = Counter(setting for own in counting.values() for setting in own)
+    return sorted(counts, key=lambda setting: (-counts[setting], setting))
+
+
+def _rows(
+    setting: str, counting: Mapping[str, Mapping[str, Evaluation]], metrics: Sequence[str] | None
+) -> list[list[str]]:
+    values = [own[setting]["values"] if setting in own else {} for own in counting.values()]
+    known = names_of({name: 0.0 for each in values for name in each})
+    shown = [one for one in known if not metrics or one in metrics or one.removeprefix("val/") in metrics]
+    return [
+        [one.removeprefix("val/"), *(estimate_of(own, one) if one in own else "-" for own in values)] for one in shown
+    ]
+
+
+def refuse_unknown(metrics: Sequence[str], counting: Mapping[str, Mapping[str, Evaluation]]) -> None:
     """Raise BadParameter for a metric that no evaluation of these checkpoints has, by its own name: that of a policy's
     checkpoint does not name the policy."""
-    values = {name: 0.0 for own in newest.values() for one in own.values() for name in one["values"]}
+    values = {name: 0.0 for own in counting.values() for one in own.values() for name in one["values"]}
     known = [name.removeprefix("val/") for name in names_of(values)]
-    policies = {split_part(checkpoint.partition("@")[0])[1] for checkpoint in newest} - {""}
+    policies = {split_part(checkpoint.partition("@")[0])[1] for checkpoint in counting} - {""}
     for one in metrics if known else ():
         if one.removeprefix("val/") in known:
             continue
@@ -96,7 +111,7 @@ def _found(api: Client, word: str) -> RegisteredCheckpoint:
     own = [one for one in listed if one["checkpoint"].rpartition("@")[0] == part]
     own.sort(key=lambda one: one["step"], reverse=True)
     if not step:
-        own = [one for one in own if _newest(one)] or own
+        own = [one for one in own if one["compared"]] or own
     if step not in ("", "latest"):
         own = [one for one in own if str(one["step"]) == step]
     if not own:
@@ -104,10 +119,6 @@ def _found(api: Client, word: str) -> RegisteredCheckpoint:
     return own[0]
 
 
-def _newest(one: RegisteredCheckpoint) -> dict[str, Evaluation]:
-    """Return the newest evaluation with values by environment; one that was made for itself before one of training."""
-    evaluations: Sequence[Evaluation] = [each for each in one["evaluations"] if each["values"]]
-    found: dict[str, Evaluation] = {}
-    for each in sorted(evaluations, key=lambda each: each["during_training"]):  # the newest first within each
-        found.setdefault(each["environment"], each)
-    return found
+def evaluations_by_setting(one: RegisteredCheckpoint) -> dict[str, Evaluation]:
+    """Return the evaluation that counts in each setting; the server chooses it."""
+    return {setting: one["evaluations"][place] for setting, place in one["compared"].items()}

@@ -79,6 +79,34 @@ async def test_evaluations_during_training_stand_with_those_of_eval_jobs(client:
     assert [one["checkpoint"] for one in await client.all_checkpoints(sort="-exact")] == [other, best]
 
 
+async def test_the_newest_evaluation_with_values_counts_in_each_setting(
+    client: AsyncClient, store: Store, family: list[str]
+) -> None:
+    await evaluated(store, family[1], 0.5)
+    on_test = await evaluated(store, family[1], 0.125, split="test")
+    newest = await evaluated(store, family[1], 0.25)
+    running = await evaluated(store, family[1], 0.75, split="train")
+    await store.update(running, result="")
+    (found,) = [one for one in await client.all_checkpoints() if one["checkpoint"] == family[1]]
+    counting = {setting: found["evaluations"][place]["job"] for setting, place in found["compared"].items()}
+    assert counting == {"bandit; greedy; 256 tokens": newest, "bandit split=test; greedy; 256 tokens": on_test}
+
+
+async def test_an_evaluation_of_training_counts_as_one_of_an_eval_job(client: AsyncClient, store: Store) -> None:
+    validation = {"every": 1, "episodes": 2, "max_tokens": 256}
+    job = await trained(store, id="j-aaaaaaaaaa", environment={"name": "bandit"}, validation=validation)
+    later = (await store.job(job)).created + 1000.0
+    before = await kept(store, job, 10, 1000.0, exact=0.5)
+    after = await kept(store, job, 20, later, exact=0.75)
+    evaluations = [await evaluated(store, *one) for one in ((before, 0.25), (after, 0.375))]
+    newest, oldest = await client.all_checkpoints()
+    assert newest["compared"].keys() == oldest["compared"].keys() == {"bandit; greedy; 256 tokens"}
+    (place,) = newest["compared"].values()
+    assert newest["evaluations"][place]["during_training"], "it is the newer one"
+    (place,) = oldest["compared"].values()
+    assert oldest["evaluations"][place]["job"] == evaluations[0]
+
+
 @pytest.mark.parametrize(
     ("query", "steps"),
     [

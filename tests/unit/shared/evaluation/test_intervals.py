@@ -22,7 +22,7 @@ def test_a_rate_stays_below_1_where_one_of_several_samples_failed() -> None:
     assert 38 < effective < 40
     for name in ("pass/1", "exact", "reward"):
         bounds = [found[f"val/{name}/low"], found[f"val/{name}/high"]]
-        assert bounds == pytest.approx(wilson(0.975, effective), abs=1e-9)
+        assert bounds == pytest.approx(wilson(0.975, float(effective)), abs=1e-9)
         assert 0 < bounds[0] < 0.975 < bounds[1] < 1
 
 
