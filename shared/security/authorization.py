@@ -57,6 +57,11 @@ class Role(StrEnum):
     ADMIN = "admin"
     OPERATOR = "operator"
 
+    @property
+    def with_article(self) -> str:
+        """`a viewer`, `an admin`"""
+        return f"{'an' if self in (Role.ADMIN, Role.OPERATOR) else 'a'} {self.value}"
+
 
 SCOPES = frozenset(Action) - {Action.FREE, Action.ABOUT}
 

@@ -279,7 +279,7 @@ def _confine(request: web.Request, principal: Principal) -> None:
 
 def _refusal(principal: Principal, action: Action) -> str:
     who = f"user {principal.user}" if principal.user else "this key"
-    return f"{who} (role {principal.role}, tenant {principal.tenant}) does not allow {action}"
+    return f"{who} (role {principal.role}, tenant {principal.tenant}) may not do this; it needs {action}"
 
 
 def _refuse_pages(request: web.Request) -> None:

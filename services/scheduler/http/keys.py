@@ -55,7 +55,9 @@ class NewKey(Body):
     def _of_its_role(self) -> NewKey:
         beyond = sorted(set(self.scopes or ()) - MAY[self.role])
         if beyond:
-            problem = f"a {self.role} may not {', '.join(beyond)}; it may: {', '.join(sorted(MAY[self.role]))}"
+            scopes = f"the scope{'s' if len(beyond) > 1 else ''} {', '.join(beyond)}"
+            can = ", ".join(sorted(MAY[self.role]))
+            problem = f"{self.role.with_article} key cannot have {scopes}; it can have: {can}"
             raise Mistakes([{"field": "scopes", "value": beyond, "problem": problem}])
         if self.scopes == []:
             raise Mistakes([{"field": "scopes", "value": [], "problem": "leave it out for all that the role allows"}])
@@ -214,8 +216,8 @@ class KeysApi:
 def _refuse_more(request: web.Request, role: Role, scopes: Sequence[Action] | None) -> None:
     principal = principal_of(request)
     if not outranks(principal, role, MAY[role] if scopes is None else scopes):
-        own = f"you lack as a {principal.role}" if principal.user else f"your {principal.role} key lacks"
-        raise web.HTTPForbidden(text=f"a {role} key with these scopes has rights that {own}")
+        own = f"you lack as {principal.role.with_article}" if principal.user else f"your {principal.role} key lacks"
+        raise web.HTTPForbidden(text=f"{role.with_article} key with these scopes has rights that {own}")
 
 
 def _no_tenant(name: str) -> NotFound:

@@ -101,7 +101,8 @@ class SessionsApi:
         if identity is not None and not outranks(
             principal_of(request), identity.principal.role, identity.principal.scopes
         ):
-            raise web.HTTPForbidden(text=f"a session of an {identity.principal.role} has rights that you lack")
+            role = identity.principal.role
+            raise web.HTTPForbidden(text=f"this session has the role {role}, with rights that you lack")
         await self._gate.sessions.end(session)
         return json_response({"session": id})
 

@@ -131,7 +131,7 @@ def _shared(url: str) -> str:
 
 def _ask_kind(question: str, *, default: str, err: bool) -> str:
     while (said := typer.prompt(question, default=default, err=err)) not in list(Kind):
-        typer.echo(f"{said!r} is none of {', '.join(Kind)}", err=err)
+        typer.echo(f"{said!r} is not one of {', '.join(Kind)}", err=err)
     return str(said)
 
 

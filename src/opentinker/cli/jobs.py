@@ -98,6 +98,22 @@ def evaluate(
         list[str] | None,
         typer.Option("--at", metavar="STEP", help="Of a job: this checkpoint, or `latest`. Repeatable: makes a sweep."),
     ] = None,
+    environment: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="Play this environment; its config with --set environment.config.KEY=VALUE.",
+            autocompletion=complete.environments,
+        ),
+    ] = "",
+    like: Annotated[
+        str,
+        typer.Option(
+            metavar="JOB",
+            help="Play the environment of this job of kind rl or eval, with its episodes.",
+            autocompletion=complete.jobs,
+        ),
+    ] = "",
     follow: Annotated[bool, typer.Option("--watch", "-w", help="Watch it after submitting.")] = False,
     changes: EvaluationChanges = None,
     url: Url = None,
@@ -107,7 +123,11 @@ def evaluate(
     from opentinker.shared.types.sweeps import is_sweep
 
     api = client(url, patience_s=PATIENCE_S if follow else 2.0)
-    spec = changed(_evaluation(api, chosen, swap, steps or []), changes or [])
+    if environment or like:
+        spec = _elsewhere(api, chosen, swap, steps or [], environment, like)
+    else:
+        spec = _evaluation(api, chosen, swap, steps or [])
+    spec = changed(spec, changes or [])
     if is_sweep(spec):
         show_begun(api, api.sweep(spec), url, follow, as_json)
     else:
@@ -122,9 +142,28 @@ def _evaluation(api: Any, chosen: Sequence[str], swap: bool, steps: list[str]) -
         return evaluation_of(api.job(chosen[0]), swap=swap, steps=steps)
     if swap:
         raise UsageError("--swap exchanges the policies of one job: name that job alone")
+    return evaluation_of_several(*_players(api, chosen, steps))
+
+
+def _elsewhere(
+    api: Any, chosen: Sequence[str], swap: bool, steps: list[str], environment: str, like: str
+) -> dict[str, Any]:
+    """Return the same, of checkpoints that play an environment other than that of their job."""
+    from opentinker.sdk.evaluation_spec import evaluation_of_several
+
+    if environment and like:
+        raise UsageError("--environment and --like both say what is played: give one of them")
+    if swap:
+        raise UsageError("--swap exchanges the policies of one job in its own environment: give it alone")
+    other = api.job(like) if like else None
+    return evaluation_of_several(*_players(api, chosen, steps), like=other, environment=environment)
+
+
+def _players(api: Any, chosen: Sequence[str], steps: list[str]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the jobs and the checkpoints that words name."""
     checkpoints = [one for word in chosen for one in _checkpoints_of(api, word, steps)]
     jobs = {id: api.job(id) for id in dict.fromkeys(re.split("[~@]", one)[0] for one in checkpoints)}
-    return evaluation_of_several(list(jobs.values()), checkpoints)
+    return list(jobs.values()), checkpoints
 
 
 def _checkpoints_of(api: Any, word: str, steps: list[str]) -> list[str]:
@@ -263,7 +302,7 @@ def transcripts(
         say(f"  against {name or 'others'}: {_counts(games)}")
     if not found["transcripts"]:
         where = f" against {opponent}" if opponent else ""
-        say(f"none of them was {outcome}{where}" if outcome else f"none of them is{where or ' of this step'}")
+        say(f"no kept episode was {outcome or 'played'}{where or ('' if outcome else ' at this step')}")
     for one in found["transcripts"]:
         measured = " ".join(f"{name} {value:g}" for name, value in one["metrics"].items())
         result = {1.0: ", won", 0.5: ", drawn", 0.0: ", lost"}.get(one.get("outcome", -1.0), "")

@@ -134,7 +134,7 @@ def sweeps(
         print_groups(api.sweep_groups(group, list_query(lists, texts)), "sweep", group, as_json)
         return
     chosen = states or kinds or tags or any(texts.values())
-    empty = "no such sweep" if chosen else "no sweeps yet: `opentinker submit` makes one of a file with [sweep]"
+    empty = "no such sweep" if chosen else "no sweeps yet: submit a file with a [sweep] table: `opentinker submit FILE`"
 
     def show(*, as_line: bool = False) -> None:
         found = api.sweeps(limit, states=states, kinds=kinds, tags=tags, sort=sort or RUNNING_FIRST, **texts)

@@ -86,11 +86,11 @@ def sweep_progress(sweep: Sweep) -> Progress:
 
 
 def sweep_card(id: str, sweep: Sweep | None) -> str:
-    """Return a sweep as HTML, with its best trials. Every text is escaped; there are no scripts or styles in it."""
+    """Return a sweep as HTML, with its best finished trials. Every text is escaped; it has no scripts or styles."""
     if sweep is None:
         return f"<p><b>{html.escape(id)}</b>: the server does not answer</p>"
     sign = 1 if sweep["goal"] == "minimize" else -1
-    valued = [trial for trial in sweep["all_trials"] if trial["value"] is not None]
+    valued = [trial for trial in sweep["all_trials"] if trial["state"] == "finished" and trial["value"] is not None]
     ranked = sorted(valued, key=lambda trial: sign * (trial["value"] or 0.0))
     paths = list(sweep["all_trials"][0]["settings"]) if sweep["all_trials"] else []
     head = "".join(f"<th>{html.escape(name)}</th>" for name in ("trial", "state", sweep["metric"], *paths))

@@ -1,4 +1,5 @@
-"""Specs of eval jobs made from jobs of kind rl: their newest checkpoints play the same game, as trained or exchanged.
+"""Specs of eval jobs made from jobs: checkpoints of those of kind rl play the same game, as trained or exchanged, and
+those of other kinds an environment that is named, or that of another job.
 
 client.submit(evaluation_of(client.job(id), swap=True))
 """
@@ -29,39 +30,33 @@ def evaluation_of(job: Mapping[str, Any], *, swap: bool = False, steps: Sequence
     """
     spec, id = job["spec"], str(job["id"])
     if job["kind"] != "rl":
-        raise ApiError(f"job {id} is of kind {job['kind']}: an evaluation plays the environment of a job of kind rl")
+        raise ApiError(
+            f"job {id} is of kind {job['kind']}: an evaluation plays the environment of a job of kind rl; name "
+            "another with --environment NAME, or with --like JOB a job of kind rl or eval whose episodes are played"
+        )
     policies = list(spec.get("policies") or ())
     _check_pools(id, spec.get("seats") or {})
     if swap:
         _check_swap(id, spec, policies)
     own, seats = _players(id, spec.get("seats") or {}, policies, int(swap))
-    validation = spec.get("validation") or {}
-    environment = spec["environment"]
-    config = {**environment.get("config", {}), **validation.get("config", {})}
-    what = "policies exchanged" if swap else "evaluation"
     model = spec["policies"][own]["model"] if own else spec["model"]
-    resources = spec.get("resources") or {}
     evaluated = [f"{part_id(id, own)}@{step}" for step in steps] or [f"{part_id(id, own)}@latest"]
-    swept = {"sweep": {"parameters": {"start.from": evaluated}}} if len(evaluated) > 1 else {}
-    return {
-        **swept,
-        "name": f"{spec['name'][:NAME_CHARACTERS]}: {what}",
-        "kind": "eval",
-        "model": {**model, "lora": None},
-        "start": {"from": evaluated[0]},
-        "environment": {**environment, "config": config},
-        "seats": seats,
-        "rollout": {name: value for name, value in spec["rollout"].items() if name not in SAMPLED},
-        "evaluation": {name: validation[name] for name in EPISODES if validation.get(name) is not None},
-        "resources": {name: resources[name] for name in RESOURCES if name in resources},
-    }
+    what = "policies exchanged" if swap else "evaluation"
+    return {**_played(spec["name"], model, evaluated, what), **_episodes_of(job), "seats": seats}
 
 
-def evaluation_of_several(jobs: Sequence[Mapping[str, Any]], checkpoints: Sequence[str]) -> dict[str, Any]:
+def evaluation_of_several(
+    jobs: Sequence[Mapping[str, Any]],
+    checkpoints: Sequence[str],
+    *,
+    like: Mapping[str, Any] | None = None,
+    environment: str = "",
+) -> dict[str, Any]:
     """Return the spec of a sweep in which checkpoints of several jobs of the API play the environment of the first one,
     with the episodes of its [validation]; of a single checkpoint, the spec of an eval job.
 
-    `checkpoints`: JOB@STEP, of these jobs. Raises ApiError.
+    `checkpoints`: JOB@STEP, of these jobs. `like`: a job of kind rl or eval whose environment and episodes are played
+    instead; `environment`: the name of one that is. Raises ApiError.
     """
     first, *others = jobs
     for job in jobs:
@@ -74,9 +69,39 @@ def evaluation_of_several(jobs: Sequence[Mapping[str, Any]], checkpoints: Sequen
                 f"job {job['id']} trains {bases[job['id']]} and job {first['id']} {bases[first['id']]}: checkpoints of "
                 "different models are evaluated one by one, and compared with `opentinker compare`"
             )
-    evaluated = list(dict.fromkeys(checkpoints))
-    swept = {"sweep": {"parameters": {"start.from": evaluated}}} if len(evaluated) > 1 else {}
-    return {**evaluation_of(first), **swept, "start": {"from": evaluated[0]}}
+    played = _played(first["spec"]["name"], first["spec"]["model"], list(dict.fromkeys(checkpoints)), "evaluation")
+    if environment:
+        own = _episodes_of(first) if first["kind"] == "rl" else {}
+        return {**own, **played, "environment": {"name": environment}}
+    if like is None:
+        return {**evaluation_of(first), **played}
+    _check_like(like)
+    return {**played, **_episodes_of(like), "seats": dict(like["spec"].get("seats") or {})}
+
+
+def _played(name: str, model: Mapping[str, Any], checkpoints: Sequence[str], what: str) -> dict[str, Any]:
+    """Return who plays: one checkpoint, or several in a sweep."""
+    swept = {"sweep": {"parameters": {"start.from": list(checkpoints)}}} if len(checkpoints) > 1 else {}
+    return {
+        **swept,
+        "name": f"{name[:NAME_CHARACTERS]}: {what}",
+        "kind": "eval",
+        "model": {**model, "lora": None},
+        "start": {"from": checkpoints[0]},
+    }
+
+
+def _episodes_of(job: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is played in evaluations of a job of kind rl or eval."""
+    spec = job["spec"]
+    own = spec.get("evaluation" if job["kind"] == "eval" else "validation") or {}
+    environment, resources = spec["environment"], spec.get("resources") or {}
+    return {
+        "environment": {**environment, "config": {**environment.get("config", {}), **own.get("config", {})}},
+        "rollout": {name: value for name, value in spec["rollout"].items() if name not in SAMPLED},
+        "evaluation": {name: own[name] for name in EPISODES if own.get(name) is not None},
+        "resources": {name: resources[name] for name in RESOURCES if name in resources},
+    }
 
 
 def trial_of(spec: Mapping[str, Any], groups: int) -> dict[str, Any]:
@@ -99,6 +124,15 @@ def trial_of(spec: Mapping[str, Any], groups: int) -> dict[str, Any]:
         "evaluation": {"temperature": 1.0, **sampled, "episodes": groups * size, "samples": size},
         "resources": {name: resources[name] for name in RESOURCES if name in resources},
     }
+
+
+def _check_like(job: Mapping[str, Any]) -> None:
+    id, spec = str(job["id"]), job["spec"]
+    if job["kind"] not in ("rl", "eval"):
+        raise ApiError(f"job {id} is of kind {job['kind']} and plays no environment: --like takes kinds rl and eval")
+    if spec.get("policies"):
+        raise ApiError(f"job {id} has several policies: a single model cannot play its seats; submit an eval job")
+    _check_pools(id, spec.get("seats") or {})
 
 
 def _check_pools(id: str, seats: Mapping[str, Mapping[str, Any]]) -> None:

@@ -38,7 +38,7 @@ def open_sink(target: str, job: Mapping[str, Any]) -> Sink:
     kind, colon, where = target.partition(":")
     if kind not in KINDS or not colon or not where:
         forms = "; ".join(f"{name}:{meaning}" for name, meaning in KINDS.items())
-        raise OpenTinkerError(f"--to {target!r} is none of: {forms}")
+        raise OpenTinkerError(f"--to {target!r} is not one of: {forms}")
     module = importlib.import_module(f"opentinker.sinks.to_{kind}")
     try:
         sink: Sink = module.open_sink(where, job)

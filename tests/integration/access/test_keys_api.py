@@ -93,11 +93,22 @@ async def test_what_no_key_can_be_is_refused_by_field(http: Http, asked: dict[st
     assert status == 422 and [mistake["field"] for mistake in body["errors"]] == [field]
 
 
+async def test_a_scope_beyond_the_role_is_refused_with_those_that_it_can_have(http: Http) -> None:
+    _, body = await made(http, OPERATOR, scopes=["jobs:write"])
+    can = "checkpoints:read, environments:read, jobs:read"
+    assert body["errors"][0]["problem"] == f"a viewer key cannot have the scope jobs:write; it can have: {can}"
+    _, body = await made(http, OPERATOR, role="admin", scopes=["server:write", "server:read"])
+    assert body["errors"][0]["problem"].startswith("an admin key cannot have the scopes server:read, server:write; it ")
+
+
 async def test_nobody_makes_rotates_or_revokes_more_than_they_have(http: Http, store: Store) -> None:
     admin = await new_key_of(store)
     narrow = await new_key_of(store, "default", Role.ADMIN, {Action.KEYS_WRITE, Action.JOBS_READ})
     assert (await made(http, admin, role="admin"))[0] == 201
-    assert (await made(http, admin, role="operator"))[0] == 403
+    status, body = await made(http, admin, role="operator")
+    assert status == 403 and body["detail"] == (
+        "an operator key with these scopes has rights that your admin key lacks"
+    )
     assert (await made(http, narrow, scopes=["jobs:read"]))[0] == 201
     assert (await made(http, narrow))[0] == 403
     for verb in ("rotate", "revoke"):

@@ -293,8 +293,9 @@ async def test_admins_list_and_end_the_sessions_of_their_tenant(url: str, store:
 async def test_nobody_ends_a_session_that_allows_more_than_they_may(url: str, store: Store) -> None:
     admin = await new_key_of(store, "default")
     async with browser(url, OPERATOR) as operators, browser(url, admin) as page:
-        status, _ = await page.asks("POST", f"/v1/sessions/{session_id(operators.token)}/revoke")
+        status, body = await page.asks("POST", f"/v1/sessions/{session_id(operators.token)}/revoke")
         assert status == 403
+        assert body["detail"] == "this session has the role operator, with rights that you lack"
         assert (await operators("GET", "/v1/whoami"))[0] == 200
 
 

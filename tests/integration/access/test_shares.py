@@ -38,7 +38,7 @@ async def test_a_link_shows_its_jobs_and_nothing_else(client: AsyncClient, api: 
     async with AsyncClient(client.url, api_key=key) as guest:
         who = await guest.whoami()
         assert (who["jobs"], who["scopes"], who["name"]) == ([shown], ["jobs:read"], "for Ada")
-        with pytest.raises(ApiError, match="does not allow jobs:write"):
+        with pytest.raises(ApiError, match="it needs jobs:write"):
             await guest.share(shown)
     (listed,) = [one for one in await client.keys() if one["jobs"]]
     assert listed["expires"] and listed["jobs"] == [shown]
@@ -53,7 +53,7 @@ async def test_only_own_jobs_are_shared_and_by_those_who_may_change_them(http: H
     job = await http.job()
     for tenant, role, why in (
         ("red", Role.MEMBER, "you have no such job"),
-        ("default", Role.VIEWER, "does not allow jobs:write"),
+        ("default", Role.VIEWER, "it needs jobs:write"),
     ):
         async with AsyncClient(http.url, api_key=await new_key_of(store, tenant, role)) as other:
             with pytest.raises(ApiError, match=why):

@@ -13,6 +13,7 @@ from opentinker import AsyncClient
 from opentinker.cli.results.comparison import refuse_unknown
 from opentinker.cli.results.values import estimate_of, names_of
 from opentinker.shared.runtime.service import Context
+from opentinker.shared.spec import parse_spec
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobState
 from tests.integration.client.test_job_commands import on, run
@@ -106,3 +107,25 @@ async def test_checkpoints_of_several_jobs_are_evaluated_at_once(
     assert (await client.job(one["id"]))["spec"]["start"]["from"] == f"{ids[1]}@10", "a single one is no sweep"
     assert (await run("eval", *ids, "--swap", *on)).returncode == 2
     assert "no job 'nope'" in (await run("eval", ids[0], "nope", *on)).stderr
+
+
+async def test_a_fine_tuned_model_is_evaluated_in_a_named_environment_or_like_another_job(
+    client: AsyncClient, ctx: Context, store: Store, on: list[str]
+) -> None:
+    tuned, spec = "j-cccccccccc", make_spec()
+    data = {"kind": "sft", "name": "tuned", "model": {"base": spec.model.base, "chat_template": "plain"}}
+    data |= {"data": {"path": "rows.jsonl"}, "train": {"steps": 3}}
+    await store.create_job(id=tuned, spec=parse_spec(data).model_dump(mode="json"), tenant="default")
+    write_checkpoint(ctx, tuned, 10, {"trainer/state.json": b"{}"})
+    await store.transition(tuned, JobState.CANCELLED)
+    refused = await run("eval", tuned, *on)
+    assert refused.returncode == 1 and "--environment NAME, or with --like JOB" in " ".join(refused.stderr.split())
+    other = (await client.submit(spec))["id"]
+    for options in (("--like", other), ("--environment", spec.environment.name, "--set", "rollout.engine='toy'")):
+        made = await run("eval", tuned, *options, "--json", *on)
+        assert made.returncode == 0, made.stderr
+        found = (await client.job(orjson.loads(made.stdout)["id"]))["spec"]
+        assert (found["kind"], found["environment"]["name"]) == ("eval", spec.environment.name)
+        assert found["start"]["from"] in (f"{tuned}@10", f"{tuned}@latest")
+    for wrong in (("--like", other, "--environment", "gsm8k"), ("--like", other, "--swap")):
+        assert (await run("eval", tuned, *wrong, *on)).returncode == 2

@@ -107,7 +107,9 @@ async def test_transcripts_are_read_by_outcome_and_opponent(client: AsyncClient,
     assert "against strong: 0 won, 0 drawn, 1 lost" in shown
     assert "--- episode 2, lost against weak" in shown and "episode 3" not in shown
     none = (await run("transcripts", job, "--outcome", "won", "--against", "strong", *on)).stdout
-    assert none.endswith("none of them was won against strong\n")
+    assert none.endswith("no kept episode was won against strong\n")
+    none = (await run("transcripts", job, "--against", "nobody", *on)).stdout
+    assert none.endswith("no kept episode was played against nobody\n")
     printed = orjson.loads((await run("transcripts", job, "--outcome", "drawn", "--json", *on)).stdout)
     assert [one["index"] for one in printed["transcripts"]] == [1]
     assert (await run("transcripts", job, "--outcome", "broken", *on)).returncode == 2

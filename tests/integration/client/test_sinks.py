@@ -73,7 +73,7 @@ async def test_points_are_sent_as_they_come_until_the_job_ends(client: AsyncClie
 
 def test_what_is_no_sink_is_answered_with_those_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong in ("tensorboard", "tensorboard:", "csv:x", ""):
-        with pytest.raises(OpenTinkerError, match=r"tensorboard:a directory.*trackio"):
+        with pytest.raises(OpenTinkerError, match=r"is not one of: tensorboard:a directory.*trackio"):
             open_sink(wrong, JOB)
     monkeypatch.setitem(sys.modules, "trackio", None)
     with pytest.raises(OpenTinkerError, match=r"trackio is not installed here: pip install 'opentinker\[trackio\]'"):

@@ -31,6 +31,8 @@ def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 async def test_a_sweep_is_submitted_shown_cancelled_deleted(sweep: Path, on: list[str], client: AsyncClient) -> None:
+    none = "no sweeps yet: submit a file with a [sweep] table: `opentinker submit FILE`\n"
+    assert (await run("sweeps", *on)).stdout == none
     done = await run("submit", sweep, "--set", "sweep.max_running=1", "--json", *on)
     made = orjson.loads(done.stdout)
     id = made["id"]

@@ -138,12 +138,14 @@ def test_ctrl_c_cancels_a_sweep_only_if_that_is_asked_for(monkeypatch: pytest.Mo
 def test_a_card_shows_the_best_trials_and_needs_no_server() -> None:
     trial = {"state": "finished", "reason": "", "jobs": []}
     trials = [{**trial, "number": n, "value": float(n), "settings": {"<x>": "<y>"}} for n in range(30)]
+    stopped = {**trials[0], "state": "stopped", "number": 97, "value": -1.0}
     sweep: Any = {
         "id": "s-1", "name": "n", "state": "failed", "reason": "<img>", "metric": "loss", "goal": "minimize",
-        "trials": {"finished": 30, "running": 2}, "planned": 40, "best": None, "all_trials": trials,
+        "trials": {"finished": 30, "running": 2}, "planned": 40, "best": None, "all_trials": [stopped, *trials],
     }  # fmt: skip
     shown = sweep_card("s-1", sweep)
     assert "<img" not in shown and "<x>" not in shown and "<y>" not in shown and "and 20 more" in shown
+    assert "<td>97</td>" not in shown, "only finished trials count"
     assert "<td>9</td>" in shown and "<td>10</td>" not in shown, "smaller is better"
     assert (sweep_progress(sweep).done, sweep_progress(sweep).total) == (30, 40)
     assert "does not answer" in sweep_card("s-1", None)

@@ -75,7 +75,7 @@ def test_what_cannot_be_exchanged_is_said() -> None:
     rotating = job({"x": "a", "y": "b"}, match={"rotate": True}, algorithm={"group_size": 4, "groups_per_batch": 2})
     with pytest.raises(ApiError, match="every seat already"):
         evaluation_of(rotating, swap=True)
-    with pytest.raises(ApiError, match="of kind sft"):
+    with pytest.raises(ApiError, match=r"of kind sft: .* --environment NAME, or with --like JOB"):
         evaluation_of({"id": ID, "kind": "sft", "spec": {}})
 
 
@@ -92,3 +92,29 @@ def test_checkpoints_of_several_jobs_play_the_environment_of_the_first() -> None
         evaluation_of_several([first, single("j-c", model={"base": "another"})], ["j-aaaaaaaaaa@1", "j-c@1"])
     with pytest.raises(ApiError, match="several policies"):
         evaluation_of_several([job({"x": "a", "y": "b"})], [f"{ID}@1"])
+
+
+def test_models_of_jobs_without_an_environment_play_another_one() -> None:
+    tuned: dict[str, Any] = {"name": "tuned", "kind": "sft", "model": {"base": "m", "lora": {"rank": 4}}}
+    tuned |= {"data": {"path": "rows.jsonl"}, "train": {"steps": 3}}
+    sft = {"id": ID, "kind": "sft", "spec": parse_spec(tuned).model_dump(mode="json")}
+    with pytest.raises(ApiError, match="--like JOB"):
+        evaluation_of_several([sft], [f"{ID}@latest"])
+    spec = make_spec(validation={"every": 5, "episodes": 7, "config": {"digits": 2}}, seats={"o": {"bot": "random"}})
+    rl = {"id": "j-aaaaaaaaaa", "kind": "rl", "spec": spec.model_dump(mode="json")}
+    made = parse_spec(evaluation_of_several([sft], [f"{ID}@latest"], like=rl))
+    assert (made.name, made.kind, made.model.base, made.model.lora) == ("tuned: evaluation", "eval", "m", None)
+    assert (made.start and made.start.checkpoint, made.seats["o"].bot) == (f"{ID}@latest", "random")
+    assert (made.environment.name, made.environment.config) == (spec.environment.name, {"digits": 2})
+    assert (made.evaluation.episodes, made.rollout.max_tokens) == (7, spec.rollout.max_tokens)
+    exam = {"id": "j-bbbbbbbbbb", "kind": "eval", "spec": made.model_dump(mode="json")}
+    again = parse_spec(evaluation_of_several([sft], [f"{ID}@3"], like=exam))
+    assert (again.evaluation, again.environment, again.seats) == (made.evaluation, made.environment, made.seats)
+    named = parse_spec(evaluation_of_several([sft], [f"{ID}@3"], environment="gsm8k"))
+    assert (named.environment.name, named.environment.config, named.seats) == ("gsm8k", {}, {})
+    several = evaluation_of_several([sft], [f"{ID}@3", f"{ID}@4"], environment="gsm8k")
+    assert several["sweep"] == {"parameters": {"start.from": [f"{ID}@3", f"{ID}@4"]}}
+    with pytest.raises(ApiError, match="of kind sft and plays no environment"):
+        evaluation_of_several([sft], [f"{ID}@3"], like=sft)
+    with pytest.raises(ApiError, match="a single model cannot play its seats"):
+        evaluation_of_several([sft], [f"{ID}@3"], like=job({"x": "a", "y": "b"}))

@@ -49,6 +49,11 @@ def test_four_questions_make_a_job(tmp_path: Path, options: list[str], answers: 
     assert spec.name == "my job" and {name: found[name] for name in expected} == expected
 
 
+def test_an_answer_that_is_no_kind_is_asked_again(tmp_path: Path) -> None:
+    done = init(tmp_path / "job.toml", answers="chess\nx\nsft\nmine.jsonl\n\n\n")
+    assert done.exit_code == 0 and "'x' is not one of rl, sft, dpo\n" in done.output
+
+
 def test_validation_is_of_tasks_that_are_held_back_and_the_schema_of_the_server(tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
     assert init(path, "--yes", "--url", "http://me:secret@far.example:8080/").exit_code == 0
