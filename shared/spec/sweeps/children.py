@@ -128,8 +128,8 @@ def parse_sweep(data: Any) -> Sweep:
         problem = f"contradicts kind = {kind!r}: leave one of them out, or write kind = {TABLE!r}"
         wrong.append(mistake(f"{TABLE}.kind", table.kind, problem))
     table = _with_number_types(table, base)
-    if table.method == "grid":
-        wrong += [{**one, "field": _below(one["field"])} for one in table.grid_mistakes()]
+    own = table.unread_options() + (table.grid_mistakes() if table.method == "grid" else [])
+    wrong += [{**one, "field": _below(one["field"])} for one in own]
     if wrong:
         raise SpecError(_once(wrong + _of_first_job(data[TABLE], base, wrong)))
     if wrong := _wrong_values(table, base):

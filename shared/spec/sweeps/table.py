@@ -242,6 +242,19 @@ class SweepTable(SpecPart):
             )
         return found
 
+    def unread_options(self) -> list[dict[str, Any]]:
+        """Return mistakes in options that the method or the rule does not read. Those of stored sweeps, which may be of
+        an earlier release, are not judged."""
+        found = []
+        if self.method == "grid" and self.seed != 0:
+            found.append(mistake("seed", self.seed, "does not go with method = 'grid', which draws nothing"))
+        if (rule := self.early_stopping) is not None:
+            name = "min_trials" if rule.rule == "halving" else "factor"
+            value = getattr(rule, name)
+            if value != EarlyStoppingSpec.model_fields[name].default:
+                found.append(mistake(f"early_stopping.{name}", value, f"does not go with rule = {rule.rule!r}"))
+        return found
+
     def grid_mistakes(self) -> list[dict[str, Any]]:
         """Return what is wrong with the parameters of a grid."""
         found, size = [], self.repeats

@@ -141,6 +141,17 @@ def test_jobs_that_differ_by_their_seed_have_different_names() -> None:
         (sweep({f"{n}": 0 for n in range(7000)}), "sweep.parameters", "has 7,000 settings; at most 16"),
         (sweep({}), "sweep.parameters", "at least 1 item"),
         (sweep({"train.lr": [1]}, unknown=1), "sweep.unknown", "unknown setting"),
+        (sweep({"train.lr": [1]}, seed=3), "sweep.seed", "does not go with method = 'grid'"),
+        (
+            sweep({"train.lr": [1]}, early_stopping={"rule": "halving", "min_steps": 1, "min_trials": 2}),
+            "sweep.early_stopping.min_trials",
+            "does not go with rule = 'halving'",
+        ),
+        (
+            sweep({"train.lr": [1]}, early_stopping={"min_steps": 1, "factor": 2}),
+            "sweep.early_stopping.factor",
+            "does not go with rule = 'median'",
+        ),
         (sweep({"train.lr": [1]}, early_stopping={}), "sweep.early_stopping.min_steps", "is needed"),
         (sweep({"train.lr": [1]}, {"tags": [f"t{n}" for n in range(20)]}), "tags", "at most 20"),
         (sweep({"train.lr": [1]}, {"kind": "inference"}), "kind", "has no end"),
@@ -155,6 +166,13 @@ def test_jobs_that_differ_by_their_seed_have_different_names() -> None:
 def test_mistakes_name_their_field(data: dict[str, Any], field: str, problem: str) -> None:
     found = wrong(data)
     assert set(found) == {field} and problem in found[field]
+
+
+@pytest.mark.parametrize("rule", ["median", "halving"])
+def test_the_table_of_a_sweep_is_accepted_again_with_all_defaults(rule: str) -> None:
+    table = parse_sweep(sweep({"train.lr": [1]}, early_stopping={"rule": rule, "min_steps": 1})).table
+    again = {**SMALLEST, "sweep": table.model_dump(mode="json")}
+    assert parse_sweep(again).table == table
 
 
 def test_mistakes_of_the_table_and_of_the_first_job_are_reported_at_once() -> None:
