@@ -7,8 +7,8 @@ const ALL = { text: "", share: "any share", sort: "row", page: 0, policy: "" };
 test("a query names what differs from all rows in their order", () => {
   assert.equal(queryOf(ALL), "?offset=0&limit=50");
   const asked = { text: "per cent", share: "sometimes solved", sort: "-solved", page: 2, policy: "white" };
-  assert.equal(queryOf(asked), "?offset=100&limit=50&text=per+cent&least_solved=1&most_solved=99&sort=-solved&policy=white");
-  assert.equal(queryOf({ ...ALL, share: "never solved" }), "?offset=0&limit=50&least_solved=0&most_solved=0");
+  assert.equal(queryOf(asked), "?offset=100&limit=50&text=per+cent&solved_above=0&solved_below=100&sort=-solved&policy=white");
+  assert.equal(queryOf({ ...ALL, share: "never solved" }), "?offset=0&limit=50&most_solved=0");
 });
 
 test("a line of shares goes from nothing solved to all, whatever is between", () => {
@@ -18,8 +18,9 @@ test("a line of shares goes from nothing solved to all, whatever is between", ()
   assert.equal(shareLine([], 90, 20), "");
 });
 
-test("shares are percentages, and the smallest are not none", () => {
-  assert.deepEqual([null, 0, 0.004, 0.125, 1].map(percent), ["–", "0 %", "0.4 %", "13 %", "100 %"]);
+test("shares are percentages, and what is near none or all is not called so", () => {
+  const shares = [null, 0, 0.0001, 0.004, 0.125, 199 / 200, 0.9999, 1];
+  assert.deepEqual(shares.map(percent), ["–", "0 %", "0.1 %", "0.4 %", "13 %", "99.5 %", "99.9 %", "100 %"]);
 });
 
 test("the summary says what is left out", () => {

@@ -43,12 +43,12 @@ export interface DataRows {
 }
 
 export const PAGE = 50;
-/** Filters by solved share, in percent: least and most. */
-export const SHARES: Record<string, [number, number] | null> = {
-  "any share": null,
-  "never solved": [0, 0],
-  "sometimes solved": [1, 99],
-  "always solved": [100, 100],
+/** Filters by solved share, as parameters in percent. */
+export const SHARES: Record<string, Record<string, string>> = {
+  "any share": {},
+  "never solved": { most_solved: "0" },
+  "sometimes solved": { solved_above: "0", solved_below: "100" },
+  "always solved": { least_solved: "100" },
 };
 
 export interface Wanted {
@@ -60,11 +60,9 @@ export interface Wanted {
 }
 
 export function queryOf({ text, share, sort, page, policy }: Wanted): string {
-  const [least, most] = SHARES[share] ?? [];
   const query = new URLSearchParams({ offset: String(page * PAGE), limit: String(PAGE) });
   if (text) query.set("text", text);
-  if (least !== undefined) query.set("least_solved", String(least));
-  if (most !== undefined) query.set("most_solved", String(most));
+  for (const [name, percentage] of Object.entries(SHARES[share] ?? {})) query.set(name, percentage);
   if (sort !== "row") query.set("sort", sort);
   if (policy) query.set("policy", policy);
   return `?${query}`;
@@ -77,11 +75,12 @@ export function shareLine(series: RowPoint[], width: number, height: number): st
   return shares.map((point, at) => `${(at * step).toFixed(1)},${((1 - point.solved) * height).toFixed(1)}`).join(" ");
 }
 
-/** `12 %` or, of the smallest shares, `0.4 %`; a dash for a row that was not played. */
+/** `12 %`; a share that is not quite 0 or 1 has a digit more, `99.5 %`; a dash for a row that was not played. */
 export function percent(share: number | null): string {
   if (share === null) return "–";
   const value = 100 * share;
-  return `${value > 0 && value < 1 ? value.toFixed(1) : Math.round(value)} %`;
+  if ((value > 0 && value < 1) || (value > 99 && value < 100)) return `${Math.min(Math.max(value, 0.1), 99.9).toFixed(1)} %`;
+  return `${Math.round(value)} %`;
 }
 
 /** The line above the table. */

@@ -106,18 +106,35 @@ def of_evaluation(results: Path, solved_at: float, kept: int) -> PlayedRows:
     return PlayedRows(steps, np.array(entries, dtype=np.float64).reshape(-1, FIELDS))
 
 
+class Bounds(msgspec.Struct, frozen=True, kw_only=True):
+    """Bounds of the solved share. With one, rows that were not played are not wanted."""
+
+    least: float | None = None
+    most: float | None = None
+    above: float | None = None
+    below: float | None = None
+
+    def __bool__(self) -> bool:
+        return any(bound is not None for bound in (self.least, self.most, self.above, self.below))
+
+    def passed(self, share_R: Floats) -> npt.NDArray[np.bool_]:
+        found = np.ones(len(share_R), dtype=np.bool_)
+        if self.least is not None:
+            found &= share_R >= self.least
+        if self.most is not None:
+            found &= share_R <= self.most
+        if self.above is not None:
+            found &= share_R > self.above
+        if self.below is not None:
+            found &= share_R < self.below
+        return found
+
+
 class RowChoice(msgspec.Struct, frozen=True, kw_only=True):
     """Filter and order of a list of rows."""
 
     order: str
-    low: float | None = None
-    """Smallest solved share."""
-    high: float | None = None
-    """Largest solved share. With a bound, rows that were not played are not wanted."""
-
-    @property
-    def is_bounded(self) -> bool:
-        return self.low is not None or self.high is not None
+    solved: Bounds = Bounds()
 
 
 def page_of(
@@ -128,18 +145,16 @@ def page_of(
     name, falls = choice.order.removeprefix("-"), choice.order.startswith("-")
     among = played.rows < len(rows) if isinstance(rows, range) else np.isin(played.rows, np.array(rows, dtype=np.int64))
     known = np.flatnonzero(among)
-    least, most = choice.low or 0.0, 1.0 if choice.high is None else choice.high
-    if choice.is_bounded:
-        share = played.solved_R[known]
-        known = known[(share >= least) & (share <= most)]
+    if choice.solved:
+        known = known[choice.solved.passed(played.solved_R[known])]
     if name == "row":
-        wanted: Sequence[int] = played.rows[known].tolist() if choice.is_bounded else rows
+        wanted: Sequence[int] = played.rows[known].tolist() if choice.solved else rows
         ordered = wanted[::-1] if falls else wanted
         return len(wanted), list(ordered[offset : offset + limit])
     values = {"solved": played.solved_R, "played": played.played_R, "reward": played.reward_R}[name][known]
     first: list[int] = played.rows[known[np.argsort(-values if falls else values, kind="stable")]].tolist()
     page = first[offset : offset + limit]
-    if choice.is_bounded:
+    if choice.solved:
         return len(first), page
     skipped = max(0, offset - len(first))
     others = _unplayed(rows, sorted(first), skipped) if skipped < len(rows) - len(first) else iter(())

@@ -51,6 +51,10 @@ TEXT = Parameter(
 )
 LEAST = Integer("least_solved", "Only rows solved in at least this percentage of their episodes.", default=-1, high=100)
 MOST = Integer("most_solved", "Only rows solved in at most this percentage of their episodes.", default=-1, high=100)
+ABOVE = Integer("solved_above", "Only rows solved in more than this percentage.", default=-1, high=100)
+BELOW = Integer("solved_below", "Only rows solved in less than this percentage.", default=-1, high=100)
+BOUNDS = {"least": LEAST, "most": MOST, "above": ABOVE, "below": BELOW}
+"""Parameters, by field of Bounds."""
 SORT = Choice(
     "sort",
     f"Order: {', '.join(ORDERS)}; a leading - reverses it. Rows that were not played are last.",
@@ -64,8 +68,7 @@ class RowsQuery(msgspec.Struct, frozen=True, kw_only=True):
     offset: int
     limit: int
     text: str
-    low: float | None
-    high: float | None
+    solved: row_table.Bounds
     sort: str
 
     @classmethod
@@ -74,20 +77,19 @@ class RowsQuery(msgspec.Struct, frozen=True, kw_only=True):
         text = request.query.get("text", "")
         if len(text) > TEXT_CHARACTERS:
             raise SpecError.of("text", text[:100], f"has {len(text)} characters, and {TEXT_CHARACTERS} are allowed")
-        low, high = (None if (share := one.read(request)) < 0 else share / 100 for one in (LEAST, MOST))
+        bounds = {name: share / 100 for name, one in BOUNDS.items() if (share := one.read(request)) >= 0}
         return cls(
             offset=OFFSET.read(request),
             limit=LIMIT.read(request),
             text=text,
-            low=low,
-            high=high,
+            solved=row_table.Bounds(**bounds),
             sort=SORT.read(request),
         )
 
     @property
     def is_of_counts(self) -> bool:
         """Return whether the choice depends on how rows were played."""
-        return self.low is not None or self.high is not None or self.sort.removeprefix("-") != "row"
+        return bool(self.solved) or self.sort.removeprefix("-") != "row"
 
 
 class RowsApi:
@@ -101,7 +103,7 @@ class RowsApi:
         "GET",
         "/v1/jobs/{id}/rows",
         Action.JOBS_READ,
-        parameters=(OFFSET, LIMIT, TEXT, LEAST, MOST, SORT, POLICY),
+        parameters=(OFFSET, LIMIT, TEXT, *BOUNDS.values(), SORT, POLICY),
         answer=api_types.DataRows,
     )
     async def rows(self, request: web.Request) -> web.Response:
@@ -151,7 +153,7 @@ class RowsApi:
         reply = await self._asked(job.id, ask)
         assert reply.count is not None
         passed = reply.found if wanted.text else range(reply.count)
-        choice = row_table.RowChoice(order=wanted.sort, low=wanted.low, high=wanted.high)
+        choice = row_table.RowChoice(order=wanted.sort, solved=wanted.solved)
         pick = partial(row_table.page_of, passed, played, choice, wanted.offset, wanted.limit)
         total, page = await asyncio.to_thread(pick)
         rows = await self._prompts(job.id, msgspec.structs.replace(ask, text=""), page, reply)
@@ -198,7 +200,8 @@ class RowsApi:
         """Raises SpecError for orders and filters by how rows were played, Conflict if they cannot be read."""
         assert spec.data is not None
         if wanted.is_of_counts or wanted.sort != "row":
-            field = "sort" if wanted.sort != "row" else "least_solved" if wanted.low is not None else "most_solved"
+            bounds = [one.name for name, one in BOUNDS.items() if getattr(wanted.solved, name) is not None]
+            field = "sort" if wanted.sort != "row" else bounds[0]
             raise SpecError.of(field, None, f"does not apply to a job of kind {spec.kind}: it plays no row")
         file = FileRows(
             kind=spec.kind,

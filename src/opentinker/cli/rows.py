@@ -28,6 +28,12 @@ def rows(
     most_solved: Annotated[
         int | None, typer.Option(help="Only rows solved in at most this percentage.", min=0, max=100)
     ] = None,
+    solved_above: Annotated[
+        int | None, typer.Option(help="Only rows solved in more than this percentage.", min=0, max=100)
+    ] = None,
+    solved_below: Annotated[
+        int | None, typer.Option(help="Only rows solved in less than this percentage.", min=0, max=100)
+    ] = None,
     sort: Annotated[
         str, typer.Option(help="Order: row, solved, played or reward; a leading - reverses it.", metavar="ORDER")
     ] = "row",
@@ -44,6 +50,8 @@ def rows(
         text=text,
         least_solved=least_solved,
         most_solved=most_solved,
+        solved_above=solved_above,
+        solved_below=solved_below,
         sort=sort,
         offset=offset,
         limit=limit,
@@ -63,7 +71,7 @@ def rows(
     played = [
         [
             *(row["row"], _or_dash(row["tokens"]), row["played"]),
-            *("-" if row["reward"] is None else f"{row['reward']:.2f}", _percent(row["solved"])),
+            *("-" if row["reward"] is None else f"{row['reward']:.2f}", percent(row["solved"])),
             *(sparkline(row["series"]), _short(row)),
         ]
         for row in found["rows"]
@@ -118,13 +126,18 @@ def _facts(row: DataRow, *, played: bool) -> str:
     if played:
         parts.append(f"played {plural(row['played'], 'time')}" if row["played"] else "not played yet")
     if row["reward"] is not None:
-        parts.append(f"reward {row['reward']:g}, solved {_percent(row['solved'])} {sparkline(row['series'])}")
+        parts.append(f"reward {row['reward']:g}, solved {percent(row['solved'])} {sparkline(row['series'])}")
     steps = f"; episodes of steps {', '.join(map(str, row['kept']))}" if row["kept"] else ""
     return ", ".join(parts) + steps
 
 
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.0f} %"
+def percent(share: float | None) -> str:
+    """`12 %`; a share that is not quite 0 or 1 has a digit more, `99.5 %`."""
+    if share is None:
+        return "-"
+    if 0.0 < share < 0.01 or 0.99 < share < 1.0:
+        return f"{min(max(100 * share, 0.1), 99.9):.1f} %"
+    return f"{100 * share:.0f} %"
 
 
 def _or_dash(number: int | None) -> object:

@@ -77,6 +77,8 @@ class ObservabilityCalls:
         text: str = "",
         least_solved: int | None = None,
         most_solved: int | None = None,
+        solved_above: int | None = None,
+        solved_below: int | None = None,
         sort: str = "row",
         offset: int = 0,
         limit: int = 50,
@@ -84,9 +86,11 @@ class ObservabilityCalls:
         """Return rows of the data set that a job plays or learns from: the rendered prompt, its tokens, and how often
         each was played and solved, also over steps. `total` counts the rows that pass the filters.
 
-        `text`: only rows that contain it. `least_solved`, `most_solved`: bounds of the solved share in percent. `sort`:
-        row, solved, played or reward; a leading - reverses it. `id`: JOB~POLICY for a job with several policies."""
+        `text`: only rows that contain it. `least_solved`, `most_solved`: bounds of the solved share in percent, and
+        `solved_above`, `solved_below`: bounds that do not pass themselves. `sort`: row, solved, played or reward; a
+        leading - reverses it. `id`: JOB~POLICY for a job with several policies."""
         query = {"text": text, "least_solved": least_solved, "most_solved": most_solved, "sort": sort}
+        query |= {"solved_above": solved_above, "solved_below": solved_below}
         asked = {name: str(value) for name, value in query.items() if value not in (None, "")}
         asked |= {"offset": str(offset), "limit": str(limit)}
         return await self._http.json(DataRows, "GET", path_of(id, "/rows"), query_of(id, **asked))

@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from opentinker.cli import app
+from opentinker.cli.rows import percent
 from opentinker.client import ApiConflict, ApiError, ApiNotFound, AsyncClient, answers
 from opentinker.services.scheduler.data_rows.row_table import of_evaluation, of_training
 from opentinker.services.scheduler.jobs.eval_coordinator import RESULTS
@@ -78,6 +79,7 @@ async def test_rows_are_found_sorted_and_paged(
     assert await numbers(sort="-row", limit=1) == [7472]
     assert await numbers(most_solved=50, sort="-reward") == [9, 2]
     assert await numbers(least_solved=13, most_solved=99) == [9]
+    assert await numbers(solved_above=0, solved_below=100) == [2, 9]
     assert await numbers(text="natalia SOLD clips") == [0] and await numbers(text="natalia sold", most_solved=5) == []
     assert await numbers(offset=7473) == []
     page = await client.rows(job, text="natalia", limit=1)
@@ -123,6 +125,7 @@ async def test_other_tenants_rows_look_unknown_and_wrong_bounds_are_named(
     assert (await api("GET", f"/v1/jobs/{job}/rows", headers=other))[0] == 404
     for query, field in (
         ("limit=101", "limit"), ("limit=0", "limit"), ("offset=-1", "offset"), ("least_solved=101", "least_solved"),
+        ("solved_above=-1", "solved_above"), ("solved_below=0.5", "solved_below"),
         ("sort=tokens", "sort"), (f"text={'x' * 201}", "text"), ("policy=white", "policy"),
     ):  # fmt: skip
         status, body = await http("GET", f"/v1/jobs/{job}/rows?{query}")
@@ -194,6 +197,11 @@ async def test_the_command_line_shows_a_table_prompts_and_json(
     full = await said("--full", "-n", "3")
     assert "--- row 1: not played yet" in full and "episodes of steps 1, 40" in full
     assert orjson.loads(await said("--json", "--text", "natalia sold"))["rows"][0]["row"] == 0
+
+
+def test_a_share_near_none_or_all_is_not_called_so() -> None:
+    shares = [None, 0.0, 0.0001, 1 / 200, 0.125, 199 / 200, 0.9999, 1.0]
+    assert [percent(share) for share in shares] == ["-", "0 %", "0.1 %", "0.5 %", "12 %", "99.5 %", "99.9 %", "100 %"]
 
 
 def test_counts_of_absent_files_are_empty(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from opentinker.services.scheduler.data_rows.row_table import ORDERS, PlayedRows, RowChoice, page_of
+from opentinker.services.scheduler.data_rows.row_table import ORDERS, Bounds, PlayedRows, RowChoice, page_of
 
 
 def counted(played: dict[int, tuple[int, int, float]]) -> PlayedRows:
@@ -23,10 +23,12 @@ def test_pages_are_parts_of_the_whole_order(order: str) -> None:
         solved = {row: draw.randint(0, 4) for row in range(14) if draw.random() < 0.5}
         played = counted({row: (4, won, draw.random()) for row, won in solved.items()})
         rows = draw.choice([range(count), sorted(draw.sample(range(count), draw.randint(0, count)))])
-        choice = RowChoice(order=order, low=draw.choice([None, 0.25]), high=draw.choice([None, 0.75]))
+        least, above, below = draw.choice([None, 0.25]), draw.choice([None, 0.0]), draw.choice([None, 1.0])
+        bounds = Bounds(least=least, most=draw.choice([None, 0.75]), above=above, below=below)
+        choice = RowChoice(order=order, solved=bounds)
         total, whole = page_of(rows, played, choice, 0, 100)
         assert total == len(whole) == len(set(whole)) and set(whole) <= set(rows)
-        if choice.low is choice.high is None:
+        if not bounds:
             assert set(whole) == set(rows)
         size = draw.randint(1, 5)
         pages = [page_of(rows, played, choice, at, size)[1] for at in range(0, count + size, size)]
@@ -43,5 +45,11 @@ def test_a_huge_data_set_takes_no_longer() -> None:
     assert page_of(rows, played, RowChoice(order="solved"), 0, 5) == (2**40, [7, 2**39, 0, 1, 2])
     assert page_of(rows, played, RowChoice(order="-solved"), 2**39, 3)[1] == [2**39 - 1, 2**39 + 1, 2**39 + 2]
     assert page_of(rows, played, RowChoice(order="-row"), 2**40 - 1, 3)[1] == [0]
-    assert page_of(rows, played, RowChoice(order="row", high=0.5), 0, 3) == (2, [7, 2**39])
+    assert page_of(rows, played, RowChoice(order="row", solved=Bounds(most=0.5)), 0, 3) == (2, [7, 2**39])
     assert page_of(rows, played, RowChoice(order="played"), 2**40, 3)[1] == []
+
+
+def test_rows_solved_once_or_all_but_once_are_sometimes_solved() -> None:
+    played = counted({0: (200, 0, 0.0), 1: (200, 1, 1.0), 2: (200, 199, 199.0), 3: (200, 200, 200.0)})
+    choice = RowChoice(order="row", solved=Bounds(above=0.0, below=1.0))
+    assert page_of(range(9), played, choice, 0, 9) == (2, [1, 2])
