@@ -2,7 +2,7 @@
 
 import { createContext } from "preact";
 import { useCallback, useContext, useEffect, useReducer, useRef, useState } from "preact/hooks";
-import { ask, Problem } from "./lib/api.ts";
+import { ask, Problem, type Asking } from "./lib/api.ts";
 import { isTyping, placeOf } from "./lib/jobs/rows.ts";
 import { Follow, type Beside } from "./lib/live/follow.ts";
 import type { Me } from "./lib/types.ts";
@@ -86,8 +86,9 @@ export interface Asked<T> {
   again: () => void;
 }
 
-/** GET `path` now and every so many seconds (0: once); null: nothing is asked. The last answer stays while there is none. */
-export function useAsked<T>(path: string | null, everyS = 0): Asked<T> {
+/** GET `path` now and every so many seconds (0: once); null: nothing is asked. The last answer stays while there is none.
+ * `get` reads the answer, if not as JSON; always the same function. */
+export function useAsked<T>(path: string | null, everyS = 0, get: (path: string, asking: Asking) => Promise<T> = ask): Asked<T> {
   const [state, set] = useState<{ path: string | null; value: T | null; problem: Problem | null }>({ path, value: null, problem: null });
   const [turn, again] = useReducer((n: number) => n + 1, 0);
   useEffect(() => {
@@ -96,7 +97,7 @@ export function useAsked<T>(path: string | null, everyS = 0): Asked<T> {
     let timer = 0;
     const look = async (): Promise<void> => {
       try {
-        const value = await ask<T>(path, { signal: stop.signal });
+        const value = await get(path, { signal: stop.signal });
         if (stop.signal.aborted) return;
         set({ path, value, problem: null });
       } catch (error) {

@@ -4,10 +4,11 @@ import { strict as assert } from "node:assert";
 import { readFileSync, readdirSync } from "node:fs";
 import { test } from "node:test";
 import { parse } from "smol-toml";
-import { changeOf } from "../src/editor/change.ts";
+import { changeOf, removalOf } from "../src/editor/change.ts";
+import { floatsIn, withFloats } from "../src/editor/floats.ts";
 import { placeOf, placesIn, spotAt } from "../src/editor/places.ts";
 import { hintOf, settingsOf, valuesOf, type Schema } from "../src/editor/schema.ts";
-import { kindOf, readSpec } from "../src/editor/text.ts";
+import { kindOf, posted, readSpec, Unreadable, writeSpec } from "../src/editor/text.ts";
 import type { Json } from "../src/lib/types.ts";
 
 const TEXT = `# a job
@@ -114,8 +115,6 @@ function changed(text: string, path: string, value: Json): string {
 }
 
 test("a form writes a setting wherever it belongs and leaves the rest as it is", () => {
-  const at = (spec: unknown, path: string): unknown =>
-    path.split(".").reduce((table, name) => (table as Record<string, unknown> | undefined)?.[name], spec);
   const cases: [string, Json][] = [
     ["name", "y"], ["project", "p"], ["model.base", "other"], ["model.dtype", "float32"], ["model.lora.alpha", 4],
     ["train.steps", 5], ["train.warmup_steps", 1], ["rollout.max_tokens", 9],
@@ -131,6 +130,70 @@ test("a form writes a setting wherever it belongs and leaves the rest as it is",
   assert.equal(changed("", "train.lr", 1e-4), "[train]\nlr = 0.0001\n");
   assert.equal(changed("model = {}\n", "model.base", "x"), 'model = { base = "x" }\n');
   assert.deepEqual(JSON.parse(changed('{"name": "x"}', "train.lr", 1)), { name: "x", train: { lr: 1 } });
+});
+
+/** The value at a path. */
+function at(spec: unknown, path: string): unknown {
+  return path.split(".").reduce((table, name) => (table as Record<string, unknown> | undefined)?.[name], spec);
+}
+
+test("a form never writes a table a second time, whichever way the text defines it", () => {
+  const cases: [text: string, path: string, wanted: string][] = [
+    ["train.lr = 1e-4 # low\n[model]\n", "train.steps", "train.lr = 1e-4 # low\ntrain.steps = 7\n[model]\n"],
+    ["[model]\nlora.alpha = 4", "model.lora.rank", "[model]\nlora.alpha = 4\nlora.rank = 7"],
+    ['model = { base = "x" }\n', "model.lora.rank", 'model = { base = "x", lora.rank = 7 }\n'],
+    ['model = { base = "x", lora.alpha = 4 }\n', "model.lora.rank", 'model = { base = "x", lora.alpha = 4, lora.rank = 7 }\n'],
+    ['model.base = "x"\n[model.lora]\nalpha = 4\n', "model.dtype", 'model.base = "x"\nmodel.dtype = 7\n[model.lora]\nalpha = 4\n'],
+    ['model.base = "x"\n', "model.lora.rank", 'model.base = "x"\nmodel.lora.rank = 7\n'],
+    ["[model.lora]\nalpha = 4\n", "model.base", "[model.lora]\nalpha = 4\n\n[model]\nbase = 7\n"],
+  ];
+  for (const [text, path, wanted] of cases) {
+    const written = changed(text, path, 7);
+    assert.equal(written, wanted);
+    assert.equal(at(parse(written), path), 7);
+  }
+});
+
+test("a cleared field takes its setting out of the text, and nothing else", () => {
+  const without = (text: string, path: string): string => {
+    const change = removalOf(text, path)!;
+    return text.slice(0, change.from) + change.insert + text.slice(change.to);
+  };
+  const kept = without(TEXT, "train.lr");
+  assert.equal(kept, TEXT.replace("lr = 3e-4\n", ""));
+  assert.equal(without(TEXT, "name"), TEXT.replace('name = "x" # its name\n', ""));
+  assert.equal(without(TEXT, "tags"), TEXT.replace(/tags = [^]*?\]\n/, ""));
+  assert.equal(without(TEXT, "model.base"), TEXT.replace('base = "runs/tiny", ', ""));
+  assert.equal(without(TEXT, "model.lora"), TEXT.replace(", lora = { rank = 8 }", ""));
+  assert.equal(without("[train]\nsteps = 2", "train.steps"), "[train]\n");
+  assert.deepEqual(JSON.parse(without('{"name": "x", "train": {"lr": 1, "steps": 2}}', "train.lr")), { name: "x", train: { steps: 2 } });
+  assert.equal(removalOf(TEXT, "train.warmup_steps"), null);
+  assert.equal(removalOf(TEXT, "train"), null, "a table of its own is no field");
+});
+
+test("floats stay floats: the server gets the text, and what is written anew has them", () => {
+  const text = '[sweep.parameters]\n"environment.config.t" = { low = 0.0, high = 1e0 }\n"train.steps" = [1, 2]\n';
+  assert.deepEqual(posted(text), { method: "POST", text, headers: { "Content-Type": "application/toml" } });
+  assert.equal(posted('{"t": 1.0}').text, '{"t": 1.0}');
+  const long = `${text}# ${"x".repeat(1 << 16)}`;
+  assert.equal(posted(long).text, '{"sweep":{"parameters":{"environment.config.t":{"low":0.0,"high":1.0},"train.steps":[1,2]}}}');
+  assert.equal(posted(long).headers["Content-Type"], "application/json");
+  const spec = { name: "x", environment: { name: "e", config: { t: 1, ends: [0, 1], count: 1, half: 0.5 } }, model: null };
+  const floats = floatsIn('{"environment": {"config": {"t": 1.0, "ends": [0.0, 1], "half": 0.5}}}');
+  assert.deepEqual([...floats], ["environment.config.t", "environment.config.ends.0"]);
+  const { model: _none, ...own } = spec;
+  const schema: Schema = { properties: { name: {}, model: {}, environment: { properties: { name: {}, config: {} } } } };
+  assert.match(writeSpec(own, schema, floats), /t = 1\.0\nends = \[ ?0\.0, 1 ?\]\ncount = 1\n/);
+  assert.equal(JSON.stringify(JSON.parse(writeSpec(spec, schema, floats))), JSON.stringify(spec));
+  assert.match(writeSpec(spec, schema, floats), /"t": 1\.0,/);
+  assert.match(changed('{"t": 1.0, "n": 1}', "name", "x"), /"t": 1\.0,\n  "n": 1,/);
+  assert.equal(withFloats("a = 1\nb = 1.5\n", new Set(["a", "b"])), "a = 1.0\nb = 1.5\n");
+});
+
+test("a number without an end is said at its place", () => {
+  const text = "[train]\nlr = inf\n";
+  assert.throws(() => readSpec(text), (error) => error instanceof Unreadable && error.at === text.indexOf("inf") && error.message.startsWith("train.lr: "));
+  assert.deepEqual(readSpec('name = "inf"\n'), { name: "inf" });
 });
 
 test("every example is read as the TOML library reads it", () => {

@@ -22,8 +22,11 @@ interface Props {
   spec: Table | null;
   schema: Schema;
   known: (path: string) => string[];
-  set: (path: string, value: Json) => void;
+  set: Setting;
 }
+
+/** Writes a setting into the text; undefined takes it out. */
+type Setting = (path: string, value: Json | undefined) => void;
 
 export function Form({ spec, schema, known, set }: Props): JSX.Element {
   if (!spec) return <p class="dim">The text cannot be read: see the marked place.</p>;
@@ -49,7 +52,7 @@ interface FieldProps {
   value: Json | undefined;
   schema: Schema;
   known: string[];
-  set: (path: string, value: Json) => void;
+  set: Setting;
 }
 
 function Field({ path, value, schema, known, set }: FieldProps): JSX.Element {
@@ -58,7 +61,9 @@ function Field({ path, value, schema, known, set }: FieldProps): JSX.Element {
   const usual = /default (.*)$/.exec(facts.join("\n"))?.[1]?.replace(/^"|"$/g, "") ?? "";
   const shown = value === undefined || typeof value === "object" ? "" : String(value);
   const write = (text: string): void => {
-    if (text.trim() && text !== shown) set(path, valueOf(text.trim(), listed.length > 0 || !takesNumbers(schema, path)));
+    if (text === shown) return;
+    if (!text.trim()) set(path, undefined);
+    else set(path, valueOf(text.trim(), listed.length > 0 || !takesNumbers(schema, path)));
   };
   const all = listed.length ? listed : known;
   return (

@@ -5,6 +5,8 @@
 export interface Place {
   /** As mistakes name it: "train.lr", "tools.0.name". */
   path: string;
+  /** The table that its name stands in, as the text has it: of `train.lr = 1` below no header "". */
+  table: string;
   from: number;
   to: number;
   /** Its value; both are equal if it has none yet. */
@@ -114,7 +116,7 @@ class Scanner {
       path = join(path, count);
     }
     this.restOfLine();
-    this.places.push({ path, from, to: this.at, valueFrom: from, valueTo: this.at, kind: "header" });
+    this.places.push({ path, table: "", from, to: this.at, valueFrom: from, valueTo: this.at, kind: "header" });
     return path;
   }
 
@@ -146,7 +148,7 @@ class Scanner {
   private entry(table: string): void {
     const name = this.name(table);
     const sign = this.text[this.at];
-    const place: Place = { ...name, valueFrom: this.at, valueTo: this.at, kind: "scalar" };
+    const place: Place = { ...name, table, valueFrom: this.at, valueTo: this.at, kind: "scalar" };
     if (name.to > name.from) this.places.push(place);
     if (sign !== "=" && sign !== ":") return sign === "}" || sign === "," ? undefined : this.restOfLine();
     this.at++;
@@ -199,7 +201,7 @@ class Scanner {
       const from = this.at;
       if (this.text[this.at] === ",") this.at++;
       else {
-        const place: Place = { path: join(path, count), from, to: from, valueFrom: from, valueTo: from, kind: "scalar" };
+        const place: Place = { path: join(path, count), table: path, from, to: from, valueFrom: from, valueTo: from, kind: "scalar" };
         this.places.push(place);
         place.kind = this.value(join(path, count++));
         place.to = place.valueTo = this.at;

@@ -4,9 +4,14 @@ import { parse, stringify, TomlError } from "smol-toml";
 import type { Json } from "../lib/types.ts";
 import { settings } from "../lib/spec.ts";
 import type { Schema } from "./schema.ts";
-import { isJson } from "./places.ts";
+import { floatsIn, withFloats } from "./floats.ts";
+import { isJson, placesIn } from "./places.ts";
 
 export type Table = { [name: string]: Json };
+
+/** Characters; the server reads longer specs as JSON alone. */
+const MOST_TOML = 1 << 16;
+const ENDLESS = /^[+-]?(inf|nan)$/;
 
 /** A text that is no TOML or JSON, and where. */
 export class Unreadable extends Error {
@@ -18,11 +23,16 @@ export class Unreadable extends Error {
   }
 }
 
-/** Raises Unreadable. */
+/** For a look at it: the server reads the text itself, where 1.0 is no 1. Raises Unreadable. */
 export function readSpec(text: string): Table {
   try {
-    return JSON.parse(isJson(text) ? text : JSON.stringify(parse(text))) as Table;
+    if (isJson(text)) return JSON.parse(text) as Table;
+    const found = parse(text);
+    const endless = placesIn(text).find((one) => ENDLESS.test(text.slice(one.valueFrom, one.valueTo)));
+    if (endless) throw new Unreadable(`${endless.path}: inf and nan are not allowed`, endless.valueFrom);
+    return JSON.parse(JSON.stringify(found)) as Table;
   } catch (error) {
+    if (error instanceof Unreadable) throw error;
     const why = error instanceof Error ? error.message : String(error);
     if (error instanceof TomlError) throw new Unreadable(why.split("\n", 1)[0]!, offset(text, error.line, error.column));
     throw new Unreadable(why, Number(/position (\d+)/.exec(why)?.[1] ?? 0));
@@ -35,8 +45,17 @@ function offset(text: string, line: number, column: number): number {
   return Math.min(from + Math.max(0, column - 1), text.length);
 }
 
-/** A whole spec as TOML, without what is as usual; as JSON where TOML has no word for a value (null). */
-export function writeSpec(spec: Json, schema: Schema): string {
+/** For the server: the text as it is, or as JSON where the server takes no TOML of that length. Raises Unreadable. */
+export function posted(text: string): { method: string; text: string; headers: Record<string, string> } {
+  const spec = readSpec(text);
+  const asToml = !isJson(text) && text.length <= MOST_TOML;
+  const sent = asToml || isJson(text) ? text : withFloats(JSON.stringify(spec), floatsIn(text));
+  return { method: "POST", text: sent, headers: { "Content-Type": asToml ? "application/toml" : "application/json" } };
+}
+
+/** A whole spec as TOML, without what is as usual; as JSON where TOML has no word for a value (null). `floats`: its settings
+ * that are whole numbers and floats nevertheless. */
+export function writeSpec(spec: Json, schema: Schema, floats: ReadonlySet<string>): string {
   const own: Table = {};
   for (const one of settings(spec, { ...schema.$defs, JobSpec: schema })) {
     if (!one.differs) continue;
@@ -45,7 +64,7 @@ export function writeSpec(spec: Json, schema: Schema): string {
     for (const part of parts.slice(0, -1)) table = (table[part] ??= {}) as Table;
     table[parts[parts.length - 1]!] = one.value;
   }
-  return hasNull(own) ? JSON.stringify(own, null, 2) : `${stringify(own).trimEnd()}\n`;
+  return withFloats(hasNull(own) ? JSON.stringify(own, null, 2) : `${stringify(own).trimEnd()}\n`, floats);
 }
 
 function hasNull(value: Json): boolean {

@@ -69,6 +69,8 @@ export function onceKey(): string {
 export interface Asking {
   method?: string;
   body?: Json;
+  /** A body that is sent as it is; `headers` has its media type. */
+  text?: string;
   headers?: Record<string, string>;
   signal?: AbortSignal;
 }
@@ -81,6 +83,7 @@ export async function fetched(path: string, asking: Asking = {}): Promise<Respon
     headers["Content-Type"] = "application/json";
     request.body = JSON.stringify(asking.body);
   }
+  if (asking.text !== undefined) request.body = asking.text;
   if (asking.signal) request.signal = asking.signal;
   let response: Response;
   try {

@@ -3,15 +3,16 @@
 import type { JSX } from "preact";
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import type { SpecEditor, Mark } from "../editor/editor.ts";
-import { changeOf } from "../editor/change.ts";
+import { changeOf, removalOf } from "../editor/change.ts";
+import { floatsIn } from "../editor/floats.ts";
 import { Form } from "../editor/form.tsx";
 import { placeOf, placesIn } from "../editor/places.ts";
 import type { Schema } from "../editor/schema.ts";
 import { environmentIn, environmentNames, withConfig } from "../editor/suggest.ts";
 import type { Curve, Template } from "../editor/templates.ts";
-import { readSpec, Unreadable, writeSpec, type Table } from "../editor/text.ts";
+import { posted, readSpec, Unreadable, writeSpec, type Table } from "../editor/text.ts";
 import { go, useAsked, useDoing, useMay, useSettled } from "../hooks.ts";
-import { ask, job as path, onceKey, Problem } from "../lib/api.ts";
+import { ask, fetched, job as path, onceKey, Problem, type Asking } from "../lib/api.ts";
 import { sparkline } from "../lib/jobs/rows.ts";
 import { cloneSpec } from "../lib/serve.ts";
 import type { About, Job, JobDetail, Json, SweepSummary } from "../lib/types.ts";
@@ -41,14 +42,16 @@ type Scope = "all" | "queue" | "spec";
 const SETTLES_MS = 900;
 /** Env workers and pushed environments come and go. */
 const KNOWN_S = 15;
+const OF_SPEC = "spec.";
 const CURVE = { width: 120, height: 28 };
 
-function report(spec: Json, scope: Scope): Promise<Report> {
-  return ask<Report>(`/v1/validate?scope=${scope}`, { method: "POST", body: spec });
+/** Raises Unreadable. */
+async function report(text: string, scope: Scope): Promise<Report> {
+  return ask<Report>(`/v1/validate?scope=${scope}`, posted(text));
 }
 
 export function Submit({ from, step }: { from: string; step: string }): JSX.Element {
-  const source = useAsked<JobDetail>(from ? path(from) : null);
+  const source = useAsked<Source>(from ? path(from) : null, 0, sourceOf);
   const schema = useAsked<Schema>("/v1/schema/job.json");
   const [text, setText] = useState("");
   const editor = useRef<SpecEditor | null>(null);
@@ -65,19 +68,22 @@ export function Submit({ from, step }: { from: string; step: string }): JSX.Elem
     changed(given);
   };
   useEffect(() => {
-    if (source.value && schema.value) show(writeSpec(cloneSpec(source.value, step), schema.value));
-  }, [source.value?.id, schema.value]);
+    if (source.value && schema.value) show(writeSpec(cloneSpec(source.value.job, step), schema.value, source.value.floats));
+  }, [source.value, schema.value]);
   const spec = read(text);
   const validate = (): void => act(async () => setWhole(await report(readable(text), "all")));
   const submit = (): void =>
     act(async () => {
-      const headers = { "Idempotency-Key": (once.current ||= onceKey()) };
-      const body = readable(text);
-      const made = await ask<Job | SweepSummary>("/v1/jobs", { method: "POST", body, headers });
+      const { headers, ...body } = posted(readable(text));
+      const made = await ask<Job | SweepSummary>("/v1/jobs", { ...body, headers: { ...headers, "Idempotency-Key": (once.current ||= onceKey()) } });
       go("best" in made ? "sweeps" : "jobs", made.id);
     });
   const known = useKnown();
   const configured = useConfigured(schema.value, text, known("environment.name"));
+  const set = (setting: string, value: Json | undefined): void => {
+    const change = value === undefined ? removalOf(text, setting) : changeOf(text, setting, value);
+    if (change) editor.current?.change(change);
+  };
   const goTo = (at: number): void => editor.current?.goTo(at);
   return (
     <section class="card submit">
@@ -105,12 +111,7 @@ export function Submit({ from, step }: { from: string; step: string }): JSX.Elem
           {schema.value && (
             <>
               <h2>Common settings</h2>
-              <Form
-                spec={spec}
-                schema={schema.value}
-                known={known}
-                set={(setting, value) => editor.current?.change(changeOf(text, setting, value))}
-              />
+              <Form spec={spec} schema={schema.value} known={known} set={set} />
             </>
           )}
           {!from && text && <Templates show={show} />}
@@ -118,6 +119,19 @@ export function Submit({ from, step }: { from: string; step: string }): JSX.Elem
       </div>
     </section>
   );
+}
+
+/** The job whose spec the text begins with. */
+interface Source {
+  job: JobDetail;
+  /** Settings of its spec that are floats although they are whole numbers. */
+  floats: Set<string>;
+}
+
+async function sourceOf(address: string, asking: Asking): Promise<Source> {
+  const text = await (await fetched(address, asking)).text();
+  const floats = [...floatsIn(text)].flatMap((one) => (one.startsWith(OF_SPEC) ? one.slice(OF_SPEC.length) : []));
+  return { job: JSON.parse(text) as JobDetail, floats: new Set(floats) };
 }
 
 function read(text: string): Table | null {
@@ -128,9 +142,11 @@ function read(text: string): Table | null {
   }
 }
 
-function readable(text: string): Table {
+/** The text, if it can be read. */
+function readable(text: string): string {
   try {
-    return readSpec(text);
+    readSpec(text);
+    return text;
   } catch (error) {
     throw new Problem(0, `neither valid TOML nor JSON: ${error instanceof Error ? error.message : String(error)}`);
   }
@@ -218,7 +234,7 @@ function Text({ text, schema, known, editor, changed }: TextProps): JSX.Element 
 async function marks(text: string): Promise<Mark[]> {
   if (!text.trim()) return [];
   try {
-    const found = await report(readSpec(text), "spec");
+    const found = await report(text, "spec");
     const places = placesIn(text);
     return found.mistakes.map((one) => {
       const place = placeOf(places, one.field);
@@ -239,13 +255,13 @@ function firstLine(text: string): number {
 
 /** What the queue would do now; requested again once the text has settled. */
 function Queue({ spec, text, goTo }: { spec: Table | null; text: string; goTo: (at: number) => void }): JSX.Element {
-  const wanted = useSettled(spec ? JSON.stringify(spec) : "", SETTLES_MS);
+  const wanted = useSettled(spec && Object.keys(spec).length ? text : "", SETTLES_MS);
   const [found, setFound] = useState<Report | Problem | null>(null);
   useEffect(() => {
     let late = false;
     setFound(null);
-    if (wanted && wanted !== "{}") {
-      report(JSON.parse(wanted) as Json, "queue").then(
+    if (wanted) {
+      report(wanted, "queue").then(
         (answer) => late || setFound(answer),
         (error: unknown) => late || setFound(error instanceof Problem ? error : new Problem(0, String(error))),
       );

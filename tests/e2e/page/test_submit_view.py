@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+from typing import Any
 
 from playwright.async_api import Locator, TimeoutError, expect
 
@@ -164,3 +165,49 @@ async def test_a_sweep_is_submitted_as_one(opened: Open, http: Http) -> None:
     await paste(tab, json.dumps(swept))
     await tab.page.get_by_role("button", name="Submit").click()
     await tab.page.wait_for_url(re.compile("#/sweeps/s-"))
+
+
+async def test_floats_of_the_text_reach_the_server(opened: Open, http: Http) -> None:
+    tab = await opened(http.url, "submit")
+    spec = make_spec(model__base="some/model").model_dump(mode="json", exclude_defaults=True)
+    config = {**spec["environment"].get("config", {}), "scale": 1.0, "count": 1}
+    job = {**spec, "environment": {**spec["environment"], "config": config}}
+    swept = '"environment.config.t" = { low = 0.0, high = 1.0 }'
+    text = f'{toml_of(job)}[sweep]\nmethod = "random"\ntrials = 8\n[sweep.parameters]\n{swept}\n'
+    async with tab.page.expect_request(lambda request: request.url.endswith("scope=queue")) as asked:
+        await paste(tab, text)
+    assert (await asked.value).post_data == text
+    await tab.page.get_by_role("button", name="Submit").click()
+    await tab.page.wait_for_url(re.compile("#/sweeps/s-"))
+    async with http.session.get(f"{http.url}/v1/sweeps/{tab.page.url.rpartition('/')[2]}") as answer:
+        assert '"low":0.0,"high":1.0' in await answer.text()
+    await tab.go("submit", await http.job(job))
+    written = tab.page.locator(".cm-content")
+    await expect(written).to_contain_text("scale = 1.0")
+    await expect(written).to_contain_text("count = 1")
+
+
+def toml_of(spec: dict[str, Any]) -> str:
+    """The top level, each setting on a line, its tables inline."""
+
+    def value(one: Any) -> str:
+        if isinstance(one, dict):
+            return f"{{ {', '.join(f'{name} = {value(part)}' for name, part in one.items())} }}"
+        return json.dumps(one)
+
+    return "".join(f"{name} = {value(one)}\n" for name, one in spec.items())
+
+
+async def test_the_form_writes_beside_dotted_names_and_takes_out_what_is_cleared(opened: Open, http: Http) -> None:
+    tab = await opened(http.url, "submit")
+    await paste(tab, 'name = "x"\ntrain.lr = 1e-4\n')
+    spec, steps = tab.page.locator(".cm-content"), tab.page.get_by_label("train.steps")
+    await steps.fill("7")
+    await steps.press("Tab")
+    await expect(spec).to_contain_text("train.steps = 7")
+    await expect(steps).to_have_value("7")
+    await steps.fill("")
+    await steps.press("Tab")
+    await expect(spec).not_to_contain_text("train.steps")
+    await expect(spec).to_contain_text("train.lr")
+    await expect(steps).to_have_value("")
