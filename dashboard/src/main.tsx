@@ -61,7 +61,7 @@ function App(): JSX.Element {
       )}
       <main>
         {gate.at === "asking" && <p class="empty">Loading…</p>}
-        {gate.at === "away" && <p class="empty">{gate.said}; asking again.</p>}
+        {gate.at === "away" && <p class="empty">{gate.said}; retrying.</p>}
         {gate.at === "out" && <SignIn said={gate.said} provider={gate.provider} use={use} />}
         {gate.at === "in" && (
           <Who.Provider value={gate.me}>
@@ -102,7 +102,7 @@ function View({ shared }: { shared: string[] }): JSX.Element {
     <section class="card">
       <h1>Page not found</h1>
       <p>
-        The address names no view. <a href="#/">All jobs</a>
+        There is no page at this address. <a href="#/">All jobs</a>
       </p>
     </section>
   );
