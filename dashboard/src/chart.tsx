@@ -4,6 +4,7 @@ import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import type { JSX } from "preact";
 import uPlot from "uplot";
 import "uplot/dist/uPlot.min.css";
+import { csv } from "./lib/csv.ts";
 import type { Mark } from "./lib/curves/rewinds.ts";
 import { aligned, clamped, smoothed, type Axis, type Line } from "./lib/curves/series.ts";
 import { COLOURS, PATTERNS, sampleOf, wrapped } from "./lib/looks.ts";
@@ -28,6 +29,8 @@ interface Props {
   marks?: readonly Mark[];
   /** What x counts on the axis "step". */
   unit?: string;
+  /** Takes the chart away. */
+  remove?: (() => void) | undefined;
 }
 
 const NONE: readonly Mark[] = [];
@@ -42,7 +45,7 @@ interface Drawn {
   raw: boolean;
 }
 
-export function Chart({ title, about, lines, look, positive, marks = NONE, unit = "step" }: Props): JSX.Element | null {
+export function Chart({ title, about, lines, look, positive, marks = NONE, unit = "step", remove }: Props): JSX.Element | null {
   const place = useRef<HTMLDivElement>(null);
   const plot = useRef<uPlot | null>(null);
   const zoomed = useRef(false);
@@ -95,7 +98,7 @@ export function Chart({ title, about, lines, look, positive, marks = NONE, unit 
         <h3 title={about}>{title}</h3>
         <span class="tools">
           <small>{x === undefined || x === null ? "" : look.axis === "step" ? `${unit} ${short(x)}` : duration(x)}</small>
-          <button title="Save as CSV" aria-label={`${title} as CSV`} onClick={() => save(`${fileName(title)}.csv`, csv(drawn, look))}>
+          <button title="Save as CSV" aria-label={`${title} as CSV`} onClick={() => save(`${fileName(title)}.csv`, new Blob([csv(tableOf(drawn, look))], { type: "text/csv" }))}>
             csv
           </button>
           <button title="Save as PNG" aria-label={`${title} as PNG`} onClick={() => void picture(title, drawn, plot.current)}>
@@ -104,6 +107,11 @@ export function Chart({ title, about, lines, look, positive, marks = NONE, unit 
           <button aria-label={`${title}, larger`} aria-pressed={wide} onClick={() => setWide(!wide)}>
             {wide ? "–" : "+"}
           </button>
+          {remove && (
+            <button title="Remove from the comparison" aria-label={`Remove ${title}`} onClick={remove}>
+              ×
+            </button>
+          )}
         </span>
       </header>
       <p class="legend">
@@ -224,12 +232,10 @@ function heightOf(wide: boolean): number {
   return wide ? Math.max(HEIGHT, Math.round(window.innerHeight * 0.55)) : HEIGHT;
 }
 
-function csv(drawn: Drawn[], look: Look): Blob {
-  const quoted = (text: string): string => `"${text.replaceAll('"', '""')}"`;
-  const table = aligned(drawn.map(({ line }) => ({ x: line.x, ys: [line.y] })));
-  const rows = [[look.axis, ...drawn.map(({ label }) => quoted(label))].join(",")];
-  table[0]!.forEach((_, i) => rows.push(table.map((column) => column[i] ?? "").join(",")));
-  return new Blob([rows.join("\n"), "\n"], { type: "text/csv" });
+function tableOf(drawn: Drawn[], look: Look): string[][] {
+  const [at, ...columns] = aligned(drawn.map(({ line }) => ({ x: line.x, ys: [line.y] })));
+  const rows = at!.map((x, i) => [x, ...columns.map((column) => column[i] ?? "")].map(String));
+  return [[look.axis, ...drawn.map(({ label }) => label)], ...rows];
 }
 
 const SAMPLE_PX = 22;

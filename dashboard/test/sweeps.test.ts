@@ -1,6 +1,6 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { bestText, lastName, progress, ranked, seedText, settingText, trialValue } from "../src/lib/sweeps.ts";
+import { bestText, comparisonOf, lastName, progress, ranked, seedText, settingText, trialValue } from "../src/lib/sweeps.ts";
 import type { SweepTrial } from "../src/lib/types.ts";
 
 function trial(number: number, state: string, value: number | null, jobs: (number | null)[] = []): SweepTrial {
@@ -27,6 +27,10 @@ test("settings have their last name, unless two share it", () => {
   assert.deepEqual([1, "a", true, { b: 1 }].map(settingText), ["1", "a", "true", '{"b":1}']);
 });
 
+test("settings have four digits, so that near ones of a search are told apart", () => {
+  assert.deepEqual([1.2149e-4, 1.24e-4, 1.5e-7, 0.1 + 0.2, 123456.7, 1024].map(settingText), ["0.0001215", "0.000124", "1.5e-7", "0.3", "123500", "1024"]);
+});
+
 test("a job's seed and value are shown where there are seeds", () => {
   const job = { id: "j1", seed: 2, state: "running", step: 1, value: 0.5 };
   assert.equal(seedText(job), " (seed 2: 0.5)");
@@ -42,6 +46,11 @@ test("the best value so far never gets worse, in the order in which trials ended
 });
 
 test("the best trial is said with its value and its settings", () => {
-  assert.equal(bestText({ best: { number: 3, value: 0.91, settings: { "train.lr": 1e-4, "algorithm.group_size": 8 } } }), "0.91 of trial 3: lr 1.0e-4, group_size 8");
+  assert.equal(bestText({ best: { number: 3, value: 0.91, settings: { "train.lr": 1e-4, "algorithm.group_size": 8 } } }), "0.91 of trial 3: lr 0.0001, group_size 8");
   assert.equal(bestText({ best: null }), "");
+});
+
+test("the jobs of a sweep with seeds are compared as means of each configuration", () => {
+  assert.equal(comparisonOf({ all_trials: [trial(0, "finished", 1, [1, 1])] }, ["j-1", "j-2"]), "/compare/j-1,j-2/by%3Dsettings");
+  assert.equal(comparisonOf({ all_trials: [trial(0, "finished", 1, [1])] }, ["j-1"]), "/compare/j-1");
 });

@@ -3,6 +3,8 @@
 import type { Sweep, SweepTrial } from "./types.ts";
 import { short } from "./words.ts";
 
+/** What a comparison is grouped by where there are seeds. */
+export const BUT_SEEDS = "settings";
 const ORDER = ["finished", "running", "stopped", "failed", "cancelled"];
 
 /** A trial's value; while it runs, the mean of its jobs so far. */
@@ -45,9 +47,16 @@ export function lastName(path: string, paths: string[]): string {
   return paths.filter((one) => last(one) === last(path)).length > 1 ? path : last(path);
 }
 
+/** As the command line has it: with four digits, which tell the trials of a search apart. */
 export function settingText(value: unknown): string {
-  if (typeof value === "number") return Number.isInteger(value) ? String(value) : short(value);
+  if (typeof value === "number") return Number.isInteger(value) ? String(value) : String(Number(value.toPrecision(4)));
   return typeof value === "string" ? value : (JSON.stringify(value) ?? "");
+}
+
+/** Where these jobs are compared: with several seeds, the mean of each configuration. */
+export function comparisonOf(sweep: Pick<Sweep, "all_trials">, jobs: string[]): string {
+  const hasSeeds = sweep.all_trials.some((trial) => trial.jobs.length > 1);
+  return `/compare/${jobs.join()}${hasSeeds ? `/${encodeURIComponent(`by=${BUT_SEEDS}`)}` : ""}`;
 }
 
 /** A job's seed and value, in a trial with several seeds: ` (seed 2: 0.48)`. */

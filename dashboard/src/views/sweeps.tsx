@@ -9,7 +9,7 @@ import { knownTo } from "../lib/jobs/rows.ts";
 import {
   filterOf, groupings, queryOf, sortsFor, SWEEP_SORTS, valueOf, viewOf, withLabel, without, type Label, type ListView, type Property,
 } from "../lib/jobs/view.ts"; // prettier-ignore
-import { bestText, lastName, progress, ranked, seedText, settingText, trialValue } from "../lib/sweeps.ts";
+import { bestText, comparisonOf, lastName, progress, ranked, seedText, settingText, trialValue } from "../lib/sweeps.ts";
 import type { Sweep, SweepSummary, SweepTrial } from "../lib/types.ts";
 import { ago, duration, short } from "../lib/words.ts";
 import { type Column, Empty, Facts, Progress, Said, Search, Select, State, Table } from "../parts.tsx";
@@ -234,10 +234,11 @@ function Compared({ sweep }: { sweep: Sweep }): JSX.Element | null {
   const jobs = ranked(sweep).flatMap((trial) => trial.jobs.flatMap(({ id }) => id || []));
   if (jobs.length < 2) return null;
   const some = jobs.slice(0, MOST_RUNS);
+  const at = comparisonOf(sweep, some);
   return (
     <div class="bar">
-      <a href={`#/compare/${some.join()}`}>{some.length < jobs.length ? `Compare the best ${MOST_RUNS} jobs` : "Compare its jobs"}</a>
-      <Share jobs={some} at={`/compare/${some.join()}`} />
+      <a href={`#${at}`}>{some.length < jobs.length ? `Compare the best ${MOST_RUNS} jobs` : "Compare its jobs"}</a>
+      <Share jobs={some} at={at} />
     </div>
   );
 }

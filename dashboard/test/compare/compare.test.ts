@@ -1,6 +1,6 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { csv, curve, curvesTable, differences, ending, grouped, groupsOf, labelsOf, metricNames, scatter, tagGroupings, type Run } from "../../src/lib/compare/compare.ts";
+import { curve, curvesTable, differences, ending, grouped, groupsOf, labelsOf, metricNames, scatter, settingGroupings, tagGroupings, type Run } from "../../src/lib/compare/compare.ts";
 
 function run(id: string, lr: number, values: number[], tags: string[] = []): Run {
   const points = values.map((value, step) => ({ source: "trainer", incarnation: "i", seq: step, time: step, step: step + 1, values: { reward: value } }));
@@ -50,8 +50,21 @@ test("a setting is drawn against how a metric ended", () => {
   assert.deepEqual(metricNames(runs), ["reward"]);
 });
 
-test("a table is written so that no cell becomes a formula or two", () => {
-  assert.equal(csv([["a,b", 'say "x"'], ["=1+1", "-5"]]), `"a,b","say ""x"""\n'=1+1,-5\n`);
+test("seeds of a sweep over several settings are one group for each configuration", () => {
+  const seeded = (id: string, lr: number, size: number, seed: number): Run => ({
+    ...run(id, lr, [seed]),
+    spec: { name: id, train: { lr, seed }, rollout: { seed }, algorithm: { group_size: size } },
+  });
+  const runs = [seeded("a", 0.1, 4, 1), seeded("b", 0.1, 4, 2), seeded("c", 0.1, 8, 1), seeded("d", 0.2, 8, 1)];
+  const groupings = settingGroupings(differences(runs.map((one) => one.spec)));
+  assert.deepEqual(groupings[0], ["settings", "by all settings but seeds"]);
+  const lines = grouped(runs.map((one) => curve(one, "reward")), groupsOf(runs, "settings"));
+  assert.deepEqual(lines.map((line) => [line.label, line.y]), [["group_size 4, lr 0.1 (2)", [1.5]], ["group_size 8, lr 0.1 (1)", [1]], ["group_size 8, lr 0.2 (1)", [1]]]);
+  const rates = (...all: number[]): string[] => groupsOf(all.map((lr) => seeded("a", lr, 4, 1)), "settings");
+  assert.deepEqual(rates(0.00123456789, 0.2), ["lr 0.001235", "lr 0.2"]);
+  assert.deepEqual(rates(0.00123456, 0.00123457), ["lr 0.00123456", "lr 0.00123457"]);
+  assert.deepEqual(groupsOf(runs.slice(0, 2), "settings"), ["same settings", "same settings"]);
+  assert.deepEqual(settingGroupings(differences(runs.slice(2).map((one) => one.spec))), [["train.lr", "by train.lr"]]);
 });
 
 test("runs are grouped by the value of one tag, or by whether they have it, whatever their other tags are", () => {

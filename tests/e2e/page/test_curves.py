@@ -59,7 +59,7 @@ async def test_curves_are_those_of_the_job_and_go_on(opened: Open, http: Http, b
         await trainer.says(step, reward(0.75))
     await expect(value(tab, "Reward")).to_have_text("0.75")
     lines = (await saved(tab, "Reward as CSV")).decode().splitlines()
-    assert lines[0] == 'step,"reward"' and lines[1] == "1,0.25" and lines[60] == "60,0.75"
+    assert lines[0] == "step,reward" and lines[1] == "1,0.25" and lines[60] == "60,0.75"
     assert (await saved(tab, "Reward as PNG")).startswith(b"\x89PNG")
 
 

@@ -27,6 +27,23 @@ GAME = {
 }
 
 
+def keep_episodes(ctx: Context, part: str, answer: str) -> None:
+    """Store an evaluation episode of a policy."""
+    kept = ctx.settings.data_dir / "jobs" / part / "transcripts"
+    kept.mkdir(parents=True)
+    said = [{"role": "user", "content": "row 0"}, {"role": "assistant", "content": answer}]
+    episode = {
+        "index": 0,
+        "state": 0,
+        "sample": 0,
+        "reward": 1.0,
+        "metrics": {},
+        "ending": "env_done",
+        "messages": said,
+    }
+    (kept / "step-000001.jsonl").write_bytes(orjson.dumps(episode) + b"\n")
+
+
 async def new_game(http: Http, bus: Bus, ctx: Context) -> str:
     """Return a job with two policies, each with curves and a checkpoint of its own."""
     status, body = await http.submit(GAME)
@@ -43,6 +60,28 @@ async def new_game(http: Http, bus: Bus, ctx: Context) -> str:
         await trainer.says(3, {**rated, f"{name}/val/rating": 100 * mean, f"{name}/val/rating/error": 20})
         write_checkpoint(ctx, f"{job}~{name}", 3 if name == "speaker" else 6, {"model.safetensors": b"weights"})
     return job
+
+
+async def test_games_of_policies_are_compared(opened: Open, http: Http, bus: Bus, ctx: Context) -> None:
+    jobs = [await new_game(http, bus, ctx) for _ in range(2)]
+    await Trainer(bus, jobs[1], "trainer~speaker").says(4, {"speaker/reward/mean": 0.75})
+    for place, job in enumerate(jobs):
+        for name in POLICIES:
+            keep_episodes(ctx, f"{job}~{name}", f"{name} of game {place}")
+    tab = await opened(http.url, "compare", ",".join(jobs))
+    for name in POLICIES:
+        await expect(tab.page.locator(f'[data-chart="{name}/reward/mean"] .key')).to_have_count(2)
+    best = tab.page.locator("table.compared").get_by_title("best")
+    await expect(best.first).to_have_text("0.75 ★")
+    await tab.page.locator(".pairs summary").click()
+    pair = tab.page.locator(".pair-of")
+    await expect(pair).to_contain_text("speaker of game 0")
+    await expect(pair).to_contain_text("speaker of game 1")
+    await tab.page.get_by_label("Right").select_option(f"{jobs[1]}~listener")
+    await expect(pair).to_contain_text("listener of game 1")
+    other = await opened(tab.page.url.partition("/#")[0])
+    await other.page.goto(tab.page.url)
+    await expect(other.page.locator(".pair-of")).to_contain_text("listener of game 1")
 
 
 async def test_policies_of_one_game_are_drawn_side_by_side_and_one_alone(
@@ -63,7 +102,7 @@ async def test_policies_of_one_game_are_drawn_side_by_side_and_one_alone(
     ]
     await expect(tab.page.locator('[data-chart="Rating"] .legend')).to_have_text("listener 75speaker 25")
     lines = (await saved(tab, "Reward as CSV")).decode().splitlines()
-    assert lines[0] == 'step,"listener","speaker"' and lines[3] == "3,0.75,0.25"
+    assert lines[0] == "step,listener,speaker" and lines[3] == "3,0.75,0.25"
     await tab.page.get_by_role("group", name="policy").get_by_role("button", name="speaker").click()
     await expect(legend).to_have_text("reward 0.25")
     await tab.go("jobs", job, "checkpoints")

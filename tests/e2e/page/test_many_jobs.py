@@ -76,6 +76,55 @@ async def test_nobody_wins_in_a_metric_without_a_direction(opened: Open, http: H
     await expect(table.get_by_title("best")).to_have_text(["0.2 ★"] * 3)  # of the loss: best, last and area
 
 
+async def test_seeds_are_grouped_and_metrics_chosen_and_removed(opened: Open, http: Http, bus: Bus) -> None:
+    jobs = []
+    for tokens, seed in ((4, 1), (4, 2), (8, 1)):
+        rollout = {**SPEC["rollout"], "max_tokens": tokens, "seed": seed}
+        jobs.append(await http.job(spec(rollout=rollout)))
+        await Trainer(bus, jobs[-1]).says(1, {"entropy": tokens / 16, "loss": seed / 4})
+    tab = await opened(http.url, "compare", ",".join(jobs))
+    await tab.page.get_by_label("Group by").select_option(label="by all settings but seeds")
+    await expect(tab.page.locator('[data-chart="loss"] .legend')).to_have_text(
+        "max_tokens 4 (2) 0.375max_tokens 8 (1) 0.25"
+    )
+    scatter = tab.page.locator(".scatter", has_text="by rollout.max_tokens")
+    await expect(scatter).to_contain_text("loss (last)")
+    await tab.page.get_by_label("Settings against").select_option("entropy")
+    await expect(scatter).to_contain_text("entropy (last)")
+    await expect(tab.page.locator(".parallel")).to_contain_text("entropy")
+    await tab.page.get_by_role("button", name="Remove loss").click()
+    await expect(tab.page.locator("[data-chart]")).to_have_count(1)
+    await expect(tab.page.locator("table.compared th", has_text="loss")).to_have_count(0)
+    await expect(tab.page.get_by_role("button", name="Remove entropy")).to_have_count(0)
+
+
+LINES = "all => all.map(one => getComputedStyle(one).backgroundColor)"
+
+
+async def test_an_exported_comparison_says_which_line_is_which_run(opened: Open, http: Http, bus: Bus) -> None:
+    jobs = [await http.job(spec(name=name)) for name in ("=1+1", "<b>bold</b>")]
+    for job, mean in zip(jobs, (0.2, 0.9), strict=True):
+        await Trainer(bus, job).says(1, reward(mean))
+    tab = await opened(http.url, "compare", ",".join(jobs), color_scheme="dark")
+    await expect(tab.page.locator('[data-chart="reward/mean"] .key')).to_have_count(2)
+    swatches = await tab.page.locator('[data-chart="reward/mean"] .key i').evaluate_all(LINES)
+    card = await tab.page.locator("table.compared").evaluate("one => getComputedStyle(one).backgroundColor")
+    lines = (await saved(tab, "reward/mean as CSV")).decode().splitlines()
+    assert lines[0] == "step,'=1+1,<b>bold</b>", "no name is a formula"
+    html = (await saved(tab, "HTML", exact=True)).decode()
+    alone = await tab.page.context.new_page()
+    await alone.set_content(html)
+    chart = alone.locator("figure").filter(has=alone.locator("img")).filter(has_text="reward/mean")
+    assert await chart.locator(".key i").evaluate_all(LINES) == swatches and swatches[0] != swatches[1]
+    await expect(chart.locator(".key").nth(1)).to_have_text("<b>bold</b> 0.9")
+    assert await alone.locator("body").evaluate("one => getComputedStyle(one).backgroundColor") == card
+    table = alone.locator("table")
+    await expect(table.locator("button")).to_have_count(0)
+    assert await table.locator("th").count() == await table.locator("tbody tr").first.locator("td").count()
+    links = await table.locator("a").evaluate_all("all => all.map(one => one.getAttribute('href'))")
+    assert links == [f"{http.url}/#/jobs/{job}" for job in jobs]
+
+
 async def test_a_run_looks_the_same_in_every_chart_and_too_many_are_said(
     opened: Open, http: Http, store: Store, bus: Bus
 ) -> None:

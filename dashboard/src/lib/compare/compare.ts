@@ -2,6 +2,7 @@
 
 import { aligned, type Line } from "../curves/series.ts";
 import { lookOf } from "../looks.ts";
+import { BUT_SEEDS, lastName, settingText } from "../sweeps.ts";
 import type { Json, Point } from "../types.ts";
 import type { Direction } from "./direction.ts";
 
@@ -123,6 +124,7 @@ export function grouped(lines: Line[], groups: string[]): Line[] {
 const KEYED = /^(.*[^\s=:-])\s*(?:[=:]|[ -](?=\d))\s*(\S.*)$/;
 const OF_KEY = "tag-key:";
 const HAS = "has-tag:";
+const SEED = /(^|\.)seed$/;
 
 /** By what runs can be grouped besides settings: all tags of each, the values of a key, or whether they have a tag. */
 export function tagGroupings(runs: Pick<Run, "tags">[]): [by: string, text: string][] {
@@ -142,8 +144,25 @@ function valueOf(run: Pick<Run, "tags">, key: string): string {
   return run.tags.flatMap((tag) => (KEYED.exec(tag)?.[1] === key ? KEYED.exec(tag)![2]! : [])).join(" + ");
 }
 
-/** The group of each run, by its tags or by a setting that differs. */
+/** By which of the settings that differ runs can be grouped; by all of them but seeds, where there are seeds. */
+export function settingGroupings(differing: Difference[]): [by: string, text: string][] {
+  const single = differing.map(({ path }): [string, string] => [path, `by ${path}`]);
+  return differing.some(({ path }) => SEED.test(path)) ? [[BUT_SEEDS, "by all settings but seeds"], ...single] : single;
+}
+
+/** All settings that differ, but for seeds: "lr 0.0001, group_size 8". Numbers are rounded where that makes none the same. */
+function configurations(runs: Run[]): string[] {
+  const own = differences(runs.map((run) => run.spec)).filter(({ path }) => !SEED.test(path));
+  const paths = own.map(({ path }) => path);
+  const said = (text: (value: string) => string): string[] =>
+    runs.map((_, at) => own.map(({ path, values }) => `${lastName(path, paths)} ${text(values[at]!) || "–"}`).join(", ") || "same settings");
+  const [exact, rounded] = [said((value) => value), said((value) => (value.includes(".") && Number(value) ? settingText(Number(value)) : value))];
+  return new Set(rounded).size === new Set(exact).size ? rounded : exact;
+}
+
+/** The group of each run, by its tags or by settings that differ. */
 export function groupsOf(runs: Run[], by: string): string[] {
+  if (by === BUT_SEEDS) return configurations(runs);
   if (by === "tag") return runs.map((run) => run.tags.join(" + "));
   if (by.startsWith(OF_KEY)) return runs.map((run) => valueOf(run, by.slice(OF_KEY.length)));
   const tag = by.startsWith(HAS) ? by.slice(HAS.length) : null;
@@ -169,13 +188,4 @@ export function curvesTable(runs: Run[], metrics: string[]): string[][] {
     return table[0]!.map((step, at) => [run.id, run.name, String(step), ...table.slice(1).map((column) => String(column[at] ?? ""))]);
   });
   return [["id", "name", "step", ...metrics], ...rows];
-}
-
-/** A text that a spreadsheet would take for a formula gets an apostrophe. */
-export function csv(rows: string[][]): string {
-  const cell = (text: string): string => {
-    const plain = /^[=+@-]/.test(text) && Number.isNaN(Number(text)) ? `'${text}` : text;
-    return /[",\n]/.test(plain) ? `"${plain.replaceAll('"', '""')}"` : plain;
-  };
-  return rows.map((row) => row.map(cell).join(",")).join("\n") + "\n";
 }

@@ -1,4 +1,38 @@
-// Evaluation episodes of two runs that have the same beginning.
+// Evaluation episodes of two runs, or of two policies, that have the same beginning.
+
+import { partOf } from "../curves/policies.ts";
+import type { Run } from "./compare.ts";
+import { policiesIn } from "./policies.ts";
+
+/** A run, or one policy of it: what has evaluation episodes. */
+export interface Side {
+  /** In an address: JOB or JOB~POLICY. */
+  at: string;
+  job: string;
+  policy: string;
+  text: string;
+}
+
+export function sidesOf(runs: Run[]): Side[] {
+  return runs.flatMap((run) => {
+    const policies = policiesIn(run.spec);
+    return (policies.length ? policies : [""]).map((policy) => ({
+      at: partOf(run.id, policy),
+      job: run.id,
+      policy,
+      text: [run.name, run.id, policy].filter(Boolean).join(" "),
+    }));
+  });
+}
+
+/** The two that an address names; else the first, and the same policy of another run. Null: there are no two. */
+export function chosenSides(all: Side[], named: string): [Side, Side] | null {
+  const [one, other] = named.split(",").map((at) => all.find((side) => side.at === at));
+  const left = one ?? all[0];
+  const rest = all.filter((side) => side.job !== left?.job);
+  const right = other ?? rest.find((side) => side.policy === left?.policy) ?? rest[0] ?? all.find((side) => side !== left);
+  return left && right ? [left, right] : null;
+}
 
 interface Played {
   index: number;

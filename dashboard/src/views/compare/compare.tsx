@@ -6,14 +6,16 @@ import { Chart, type Look } from "../../chart.tsx";
 import { go } from "../../hooks.ts";
 import { ask, job as pathOf, Problem } from "../../lib/api.ts";
 import {
-  csv, curve, curvesTable, differences, ending, grouped, groupsOf, labelsOf, metricNames, tagGroupings, type Run,
+  curve, curvesTable, differences, ending, grouped, groupsOf, labelsOf, metricNames, settingGroupings, tagGroupings, type Run,
 } from "../../lib/compare/compare.ts"; // prettier-ignore
-import { directionOf, winners } from "../../lib/compare/direction.ts";
+import { directionOf, winners, type Direction } from "../../lib/compare/direction.ts";
+import { bareName, firstMetrics, policiesIn } from "../../lib/compare/policies.ts";
+import { csv } from "../../lib/csv.ts";
 import { lookOf } from "../../lib/looks.ts";
 import { FINAL, type JobDetail, type Point } from "../../lib/types.ts";
 import { save, short } from "../../lib/words.ts";
 import { Choice, Empty, Said, Select, Table, type Column } from "../../parts.tsx";
-import { alone } from "./figure.tsx";
+import { exported } from "./exported.ts";
 import { Pairs } from "./pairs.tsx";
 import { Parallel } from "./parallel.tsx";
 import { Scatter } from "./scatter.tsx";
@@ -22,7 +24,6 @@ import { Share } from "../share.tsx";
 export const MOST_RUNS = 50;
 const LOOK_MS = 5000;
 const PAGE = 5000;
-const FIRST = ["reward/mean", "val/reward/mean", "exact", "loss", "entropy"];
 const SMOOTH = [0, 0.6, 0.9];
 
 interface History {
@@ -52,14 +53,17 @@ export function Compare({ ids: all, view }: { ids: string[]; view: string }): JS
     go("compare", all.join(), `${query}`);
   };
   const names = useMemo(() => metricNames(runs), [runs]);
-  const shown = query.get("metrics")?.split(",") ?? FIRST.filter((name) => names.includes(name)).slice(0, 4);
+  const policies = useMemo(() => [...new Set(runs.flatMap((run) => policiesIn(run.spec)))], [runs]);
+  const directed: Directed = (name) => directionOf(bareName(name, policies));
+  const shown = query.get("metrics")?.split(",") ?? firstMetrics(names, policies);
   const by = query.get("by") ?? "";
   const look: Look = { axis: "step", smooth: Number(query.get("smooth") ?? 0), log: query.has("log") };
   const differing = useMemo(() => differences(runs.map((run) => run.spec)), [runs]);
   const groups = by ? groupsOf(runs, by) : [];
   const labels = useMemo(() => labelsOf(runs), [runs]);
   const looks = runs.map((run) => lookOf(ids.indexOf(run.id))); // of a run, in every chart
-  const metric = shown[0] ?? "";
+  const against = query.get("against") ?? "";
+  const metric = names.includes(against) ? against : (shown[0] ?? "");
   if (!ids.length) return <Empty>Select jobs in the list, then press Compare.</Empty>;
   return (
     <>
@@ -73,7 +77,7 @@ export function Compare({ ids: all, view }: { ids: string[]; view: string }): JS
         <Select
           label="Group by"
           value={by}
-          of={[["", "each run"], ...tagGroupings(runs), ...differing.map(({ path }) => [path, `by ${path}`] as const)]}
+          of={[["", "each run"], ...tagGroupings(runs), ...settingGroupings(differing)]}
           choose={(value) => change("by", value)}
         />
         <Select
@@ -82,14 +86,22 @@ export function Compare({ ids: all, view }: { ids: string[]; view: string }): JS
           of={[["", "add a metric…"], ...names.filter((name) => !shown.includes(name)).map((name) => [name, name] as const)]}
           choose={(name) => change("metrics", [...shown, name].join())}
         />
+        {differing.length > 0 && metric && (
+          <Select
+            label="Settings against"
+            value={metric}
+            of={[...new Set([metric, ...names])].map((name) => [name, `settings against ${name}`] as const)}
+            choose={(name) => change("against", name)}
+          />
+        )}
         <Choice label="smooth" value={look.smooth} of={SMOOTH} say={(one) => (one ? String(one) : "off")} choose={(one) => change("smooth", one ? String(one) : "")} />
         <label class="check">
           <input type="checkbox" checked={look.log} onChange={(event) => change("log", event.currentTarget.checked ? "1" : "")} /> log
         </label>
         <span class="spring" />
-        <button onClick={() => save("compare.csv", new Blob([csv(tableOf(runs, differing, shown))], { type: "text/csv" }))}>CSV</button>
+        <button onClick={() => save("compare.csv", new Blob([csv(tableOf(runs, differing, shown, directed))], { type: "text/csv" }))}>CSV</button>
         <button onClick={() => save("curves.csv", new Blob([csv(curvesTable(runs, shown))], { type: "text/csv" }))}>Curves as CSV</button>
-        <button onClick={() => save("compare.html", new Blob([page()], { type: "text/html" }))}>HTML</button>
+        <button onClick={() => save("compare.html", new Blob([exported()], { type: "text/html" }))}>HTML</button>
       </div>
       {all.length > ids.length && (
         <p class="note">
@@ -100,11 +112,13 @@ export function Compare({ ids: all, view }: { ids: string[]; view: string }): JS
       <div class="charts">
         {shown.map((name) => {
           const lines = runs.map((run, at) => ({ ...curve(run, name, labels[at]), ...looks[at]! }));
-          return <Chart key={name} title={name} about="" lines={by ? grouped(lines, groups) : lines} look={look} positive={false} />;
+          const others = shown.filter((one) => one !== name).join();
+          const remove = others ? () => change("metrics", others) : undefined;
+          return <Chart key={name} title={name} about="" lines={by ? grouped(lines, groups) : lines} look={look} positive={false} remove={remove} />;
         })}
       </div>
-      <RunTable runs={runs} differing={differing} metrics={shown} remove={(id) => go("compare", all.filter((one) => one !== id).join(), `${query}`)} />
-      {metric && <Parallel runs={runs} metric={metric} falls={directionOf(metric) === "falls"} />}
+      <RunTable runs={runs} differing={differing} metrics={shown} directed={directed} remove={(id) => go("compare", all.filter((one) => one !== id).join(), `${query}`)} />
+      {metric && <Parallel runs={runs} metric={metric} falls={directed(metric) === "falls"} />}
       <div class="charts">
         {metric && differing.map(({ path }) => <Scatter key={path} path={path} metric={metric} runs={runs} looks={looks} />)}
       </div>
@@ -113,18 +127,21 @@ export function Compare({ ids: all, view }: { ids: string[]; view: string }): JS
   );
 }
 
+/** Which way a metric of these runs is better. */
+type Directed = (metric: string) => Direction;
+
 type Differing = ReturnType<typeof differences>;
 
 /** Columns of a metric: its best value, its last one and its area. */
 const ENDS = 3;
 
 /** Column names, then a row for each run. */
-function tableOf(runs: Run[], differing: Differing, metrics: string[]): string[][] {
-  const ends = metrics.flatMap((name) => [`${name} ${directionOf(name) ? "best" : "highest"}`, `${name} last`, `${name} area`]);
+function tableOf(runs: Run[], differing: Differing, metrics: string[], directed: Directed): string[][] {
+  const ends = metrics.flatMap((name) => [`${name} ${directed(name) ? "best" : "highest"}`, `${name} last`, `${name} area`]);
   const heads = ["id", "name", ...differing.map(({ path }) => path), ...ends];
   const rows = runs.map((run, i) => {
     const ends = metrics.flatMap((name) => {
-      const end = ending(curve(run, name), directionOf(name));
+      const end = ending(curve(run, name), directed(name));
       return end ? [end.best, end.last, end.area].map(String) : ["", "", ""];
     });
     return [run.id, run.name, ...differing.map(({ values }) => values[i]!), ...ends];
@@ -132,10 +149,18 @@ function tableOf(runs: Run[], differing: Differing, metrics: string[]): string[]
   return [heads, ...rows];
 }
 
-function RunTable({ runs, differing, metrics, remove }: { runs: Run[]; differing: Differing; metrics: string[]; remove: (id: string) => void }): JSX.Element {
-  const [heads, ...rows] = tableOf(runs, differing, metrics);
+interface RunTableProps {
+  runs: Run[];
+  differing: Differing;
+  metrics: string[];
+  directed: Directed;
+  remove: (id: string) => void;
+}
+
+function RunTable({ runs, differing, metrics, directed, remove }: RunTableProps): JSX.Element {
+  const [heads, ...rows] = tableOf(runs, differing, metrics, directed);
   const texts = 2 + differing.length;
-  const best = heads!.map((_, at) => (at < texts ? [] : winners(rows.map((row) => (row[at] ? Number(row[at]) : null)), directionOf(metrics[Math.floor((at - texts) / ENDS)]!))));
+  const best = heads!.map((_, at) => (at < texts ? [] : winners(rows.map((row) => (row[at] ? Number(row[at]) : null)), directed(metrics[Math.floor((at - texts) / ENDS)]!))));
   const number = (cell: string, wins: boolean): ComponentChildren => (wins ? <b title="best">{short(Number(cell))} ★</b> : cell && short(Number(cell)));
   const shown = (row: string[], at: number): ComponentChildren => (at < texts ? <code>{row[at]}</code> : number(row[at]!, best[at]!.includes(rows.indexOf(row))));
   const columns: Column<string[]>[] = [
@@ -155,21 +180,6 @@ function RunTable({ runs, differing, metrics, remove }: { runs: Run[]; differing
       <Table of={columns} rows={rows} by={(row) => row[0]!} look="card compared" />
     </div>
   );
-}
-
-/** The view as a page by itself: the charts as pictures, the drawings, and the table. Each of them saves itself as PNG too. */
-function page(): string {
-  const escaped = (text: string): string => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;");
-  const figure = (inner: string, text: string): string => `<figure>${inner}<figcaption>${escaped(text)}</figcaption></figure>`;
-  const charts = [...document.querySelectorAll<HTMLElement>("[data-chart]")].map((chart) => {
-    const picture = chart.querySelector("canvas")?.toDataURL() ?? "";
-    const legend = `${chart.dataset["chart"]}: ${chart.querySelector(".legend")?.textContent ?? ""}`;
-    return figure(`<img src="${picture}" width="${chart.clientWidth}">`, legend);
-  });
-  const drawings = [...document.querySelectorAll<HTMLElement>("[data-drawing]")].map((one) => figure(alone(one.querySelector("svg")!), one.dataset["drawing"]!));
-  const table = document.querySelector("table.compared");
-  const rows = table ? new XMLSerializer().serializeToString(table) : "";
-  return `<!doctype html><meta charset="utf-8"><title>Compared runs</title><p>${new Date().toISOString()}</p>${charts.join("")}${drawings.join("")}${rows}`;
 }
 
 /** The runs with their whole histories, read on while they are not over. One that cannot be read keeps up no other. */

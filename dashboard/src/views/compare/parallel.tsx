@@ -17,7 +17,7 @@ export function Parallel({ runs, metric, falls }: { runs: Run[]; metric: string;
   const y = (at: number): number => HEIGHT - EDGE - at * (HEIGHT - 2 * EDGE);
   const width = x(axes.length - 1) + STEP;
   return (
-    <Figure title={`Settings and ${metric}; the stronger a line, the better its run`} look="parallel">
+    <Figure title={`Settings and ${metric}; stronger lines are better runs`} look="parallel">
       <svg viewBox={`0 0 ${width} ${HEIGHT}`} width={width} height={HEIGHT} role="img" aria-label={`Settings of ${strands.length} runs, and ${metric}`}>
         {strands.map((one) => (
           <polyline
@@ -42,7 +42,7 @@ export function Parallel({ runs, metric, falls }: { runs: Run[]; metric: string;
           </g>
         ))}
       </svg>
-      {left > 0 && <p class="dim">Without {counted(left, "other setting")}; the table has all that differ.</p>}
+      {left > 0 && <p class="dim">{counted(left, "more setting")} {left === 1 ? "differs" : "differ"}; the table above lists them all.</p>}
     </Figure>
   );
 }
