@@ -64,6 +64,7 @@ class JointProgress:
         self._made: dict[str, int] = {}
         self._resumed: dict[str, dict[int, int]] = {}
         self._restored = asyncio.Event()
+        self._counting = asyncio.Lock()
         self._covered: set[str] = set()
         self.loading = asyncio.Lock()
         """Held while a policy is loaded: learners seed torch's generator, which they share."""
@@ -108,8 +109,12 @@ class JointProgress:
         return self.step
 
     async def until_restored(self) -> None:
-        """Wait until all policies know their step: no match of one may count before."""
+        """Wait until all policies know their step, and results of before are counted: no match of one may count
+        before."""
         await self._restored.wait()
+        async with self._counting:
+            if self.rates:
+                await asyncio.to_thread(self.ratings.count_restored)
 
     def made(self, policy: str) -> int:
         """Return the step of the policy's newest version."""

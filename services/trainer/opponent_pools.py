@@ -61,7 +61,8 @@ class OpponentPools:
 
     async def restore(self, manifest: Manifest | None, version: WeightVersion) -> None:
         """Take the members of the checkpoint from which the policy resumes; a pool without any begins with the weights
-        that the learner has, which are `version`. Raises JobFailed, Fenced."""
+        that the learner has, which are `version`. They have no ratings until `publish`, because the other policies may
+        not have resumed. Raises JobFailed, Fenced."""
         if not self._pools:
             return
         await asyncio.to_thread(checkpoint.fence, self._root, self._identity.epoch)
@@ -73,7 +74,7 @@ class OpponentPools:
                 await self._write(first)
                 members = [PoolMember(version=first)]
             self.members[name] = members
-        await self.publish()
+        await self._publish({})
         await self._sweep()
 
     async def _is_intact(self, pool: str, version: WeightVersion) -> bool:
@@ -101,8 +102,8 @@ class OpponentPools:
         for name, pool in self._pools.items():
             if version.step % pool.every == 0:
                 await finish_uncancelled(self._consider(name, pool, version))
+        await self.publish()
         if self._pools:
-            await self.publish()
             await self._sweep()
 
     async def _consider(self, name: str, pool: PoolSpec, version: WeightVersion) -> None:
@@ -131,7 +132,10 @@ class OpponentPools:
 
     async def publish(self) -> None:
         """Tell the scheduler: tickets that are issued from now on are for these members."""
-        ratings = await asyncio.to_thread(self._rate, self._all_ratings.copy())
+        if self._pools:
+            await self._publish(await asyncio.to_thread(self._rate, self._all_ratings.copy()))
+
+    async def _publish(self, ratings: Mapping[str, dict[str, tuple[float, float]]]) -> None:
         await self._admission.set_pools(
             {
                 name: PoolRecord(
@@ -139,7 +143,7 @@ class OpponentPools:
                     win_rates={str(member.version): win_rate(*member.recent) for member in members},
                     outcomes={str(member.version): member.outcomes for member in members},
                     recent={str(member.version): member.recent for member in members},
-                    ratings=ratings[name],
+                    ratings=ratings.get(name, {}),
                 )
                 for name, members in self.members.items()
             }

@@ -115,6 +115,7 @@ class TrainerJob:
         async with self.joint.loading:
             await self._restore()
         await self.joint.until_restored()
+        await self.pools.publish()
         await self.intake.open()
         try:
             await self.validation.offer(await asyncio.to_thread(self.learner.snapshot, self._version))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,28 +68,37 @@ def parse_line(raw: bytes) -> dict[str, Any] | None:
     return line
 
 
-def lineage(path: Path, resumed: Mapping[int, int], step: int, tail: int | None = None) -> list[dict[str, Any]]:
-    """The lines of the steps that led to `step`, in order. `resumed`: epoch -> step at which it began (Manifest).
-    `tail`: bytes at the end of the file that are read; None: all."""
-    lines: list[Any] = []
+def lineage(path: Path, resumed: Mapping[int, int], step: int) -> list[dict[str, Any]]:
+    """The lines of the steps that led to `step`, in order. `resumed`: epoch -> step at which it began (Manifest)."""
+    return list(read_lineage(path, resumed, step))
+
+
+def read_lineage(path: Path, resumed: Mapping[int, int], step: int) -> Iterator[dict[str, Any]]:
+    """Yield the lines of `lineage`, with one of them in memory at a time."""
+    places: dict[int, int] = {}
+    """Where the line of each step begins: its last one, if there are several."""
     try:
-        with path.open("rb") as file:
-            file.seek(0 if tail is None else max(0, path.stat().st_size - tail))
-            raw = file.read()
-        for line in raw.splitlines():
-            with contextlib.suppress(orjson.JSONDecodeError):  # half a line, of a process that was killed
-                lines.append(orjson.loads(line))
+        file = path.open("rb")
     except FileNotFoundError:
-        return []
-    counting = {
-        line["step"]: line
-        for line in lines
-        if isinstance(line, dict)
-        and {"epoch", "step"} <= line.keys()
-        and line["epoch"] in resumed
-        and line["step"] <= min([step, *(began for epoch, began in resumed.items() if epoch > line["epoch"])])
-    }
-    return [counting[number] for number in sorted(counting)]
+        return
+    with file:
+        end = 0
+        for raw in file:
+            begin, end = end, end + len(raw)
+            with contextlib.suppress(orjson.JSONDecodeError):  # half a line, of a process that was killed
+                line = orjson.loads(raw)
+                if isinstance(line, dict) and _leads_to(line, resumed, step):
+                    places[line["step"]] = begin
+        for number in sorted(places):
+            file.seek(places[number])
+            yield orjson.loads(file.readline())
+
+
+def _leads_to(line: Mapping[str, Any], resumed: Mapping[int, int], step: int) -> bool:
+    """Return whether a line is of a step that led to `step` and was not rolled back."""
+    if not {"epoch", "step"} <= line.keys() or line["epoch"] not in resumed:
+        return False
+    return bool(line["step"] <= min([step, *(began for epoch, began in resumed.items() if epoch > line["epoch"])]))
 
 
 class StepLog:

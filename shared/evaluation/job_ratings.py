@@ -7,19 +7,29 @@ The trainer of a job has one `JobRatings` for all its policies. They restore it 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import heapq
+import re
+from collections.abc import Collection, Iterable, Mapping
+from operator import itemgetter
 
 from opentinker.shared.evaluation.ratings import Rating, fit_ratings
 from opentinker.shared.types.core import WeightVersion
-from opentinker.shared.types.match_results import BOT, DRAWN, MatchResult
+from opentinker.shared.types.match_results import DRAWN, MatchResult
 
 MAX_RATED = 500
-"""Most versions of policies that are rated together: those that have played last."""
+"""Versions of policies that are rated together: those that have played last."""
+MAX_LINKS = 100
+"""Most older versions that are kept because only they connect the newer ones with a bot, checkpoint or URL."""
+VERSION = re.compile(r"((?:[a-z][a-z0-9_]*)?)@([0-9]+\.[0-9]+)")
+"""A player that is a version: `POLICY@EPOCH.STEP`, or `POOL@EPOCH.STEP` in results of matches. Models behind URLs have
+names with an @ too, but none that ends so."""
 SHARED = 0.5
 """Weight of a match of training with another policy: both report it if both train on it."""
 Counts = tuple[float, float, float]
 """Games won, drawn and lost."""
 Results = dict[tuple[str, str], Counts]
+Line = tuple[float, str, Results]
+"""Time, evaluated player (empty: matches of training) and results."""
 NONE: Counts = (0.0, 0.0, 0.0)
 
 
@@ -28,32 +38,43 @@ def version_name(policy: str, version: WeightVersion) -> str:
     return f"{policy}@{version if version.step else WeightVersion(0, 0)}"
 
 
+def version_of(player: str) -> tuple[str, WeightVersion] | None:
+    """Return the policy, or the pool, and the version that a player is; None of bots, checkpoints and models behind
+    URLs."""
+    found = VERSION.fullmatch(player)
+    return None if found is None else (found[1], WeightVersion.parse(found[2]))
+
+
 class JobRatings:
     def __init__(self, policies: Iterable[str] = (), pools: Mapping[str, str] | None = None) -> None:
         """`policies`: of a job with several; `pools`: the policy whose versions are in each pool."""
         self._policies, self._pools = frozenset(policies), dict(pools or {})
         self._versions: dict[str, None] = {}
         """Players that are versions of policies, in the order in which they have played last."""
+        self._forget_above = MAX_RATED
+        """Number of them above which some are forgotten."""
         self._trained: Results = {}
         self._evaluated: dict[str, dict[str, Counts]] = {}
         """By player and opponent, of the newest complete evaluation of each version."""
         self._resumed: dict[str, dict[int, int]] = {}
         """By policy, see `resume`."""
-        self._restored: list[tuple[float, str, Results]] = []
-        """Time, evaluated player and results of lines that are not counted yet."""
+        self._restored: list[Iterable[Line]] = []
+        """What is not counted yet of the time before a restart."""
 
-    def restore(self, lines: Iterable[tuple[float, str, Results]]) -> None:
-        """Take over a policy's results from before a restart. Those of all policies are counted by time at the first
-        use. `lines`: time, evaluated player (empty: matches of training) and results."""
-        self._restored += lines
+    def restore(self, lines: Iterable[Line]) -> None:
+        """Take over a policy's results from before a restart, by time. Those of all policies are counted together, see
+        `count_restored`."""
+        self._restored.append(lines)
 
     def resume(self, policy: str, resumed: Mapping[int, int]) -> None:
         """`resumed`: step at which each epoch of the policy began."""
         self._resumed[policy] = dict(resumed)
 
-    def _count_restored(self) -> None:
-        lines, self._restored = sorted(self._restored, key=lambda line: line[0]), []
-        for _, player, results in lines:
+    def count_restored(self) -> None:
+        """Count by time what the policies have restored; all must have called `resume`, which says who is whose equal.
+        Blocking: reads files, a line at a time. Otherwise done at the first use."""
+        restored, self._restored = self._restored, []
+        for _, player, results in heapq.merge(*restored, key=itemgetter(0)):
             if player:
                 self.add_evaluation(player, {opponent: counts for (_, opponent), counts in results.items()})
             else:
@@ -61,7 +82,7 @@ class JobRatings:
 
     def add_matches(self, policy: str, matches: Iterable[MatchResult]) -> None:
         """Add matches of training as a policy has reported them."""
-        self._count_restored()
+        self.count_restored()
         self._add(self.count_matches(policy, matches))
 
     def count_matches(self, policy: str, matches: Iterable[MatchResult]) -> Results:
@@ -88,18 +109,18 @@ class JobRatings:
     def _same(self, player: str) -> str:
         """Return the name of a version under which its weights played first: a trainer that resumes publishes those of
         the checkpoint under its own epoch."""
-        policy, mark, version = player.partition("@")
-        resumed = self._resumed.get(policy)
-        if not mark or not resumed:
+        found = version_of(player)
+        if found is None or not (resumed := self._resumed.get(found[0])):
             return player
-        epoch, step = WeightVersion.parse(version).epoch, WeightVersion.parse(version).step
+        policy, version = found
+        epoch, step = version.epoch, version.step
         while resumed.get(epoch) == step and (earlier := [one for one in resumed if one < epoch]):
             epoch = max(earlier)
         return version_name(policy, WeightVersion(epoch, step))
 
     def add_evaluation(self, player: str, results: Mapping[str, Counts]) -> None:
         """Set the results of a version in an evaluation, by opponent."""
-        self._count_restored()
+        self.count_restored()
         player, results = self._same(player), {self._same(opponent): counts for opponent, counts in results.items()}
         self._evaluated[player] = {opponent: counts for opponent, counts in results.items() if opponent != player}
         self._note(player, *self._evaluated[player])
@@ -113,16 +134,20 @@ class JobRatings:
 
     def rate_members(self, pool: str, versions: Iterable[WeightVersion], anchor: str) -> dict[str, Rating]:
         """Return the ratings of those members of a pool that games connect with `anchor`, by version. If it is empty,
-        the initial weights of the first pool's policy have 0. May run in a thread, on a `copy`."""
-        policy, first = self._pools[pool], next(iter(self._pools.values()))
-        rated = fit_ratings(self.results(), {anchor or version_name(first, WeightVersion(0, 0)): 0.0}).players
-        found = {str(version): rated.get(self._same(version_name(policy, version))) for version in versions}
+        the first of the `versions` with games has 0: the initial weights are too far away once the policy has made many
+        steps. May run in a thread, on a `copy`."""
+        policy, results = self._pools[pool], self.results()
+        players = {str(version): self._same(version_name(policy, version)) for version in versions}
+        have_played = {player for pair in results for player in pair}
+        anchor = anchor or next((player for player in players.values() if player in have_played), "")
+        rated = fit_ratings(results, {anchor: 0.0}).players
+        found = {version: rated.get(player) for version, player in players.items()}
         return {version: rating for version, rating in found.items() if rating is not None and rating.anchored}
 
     def results(self) -> Results:
         """Return the results by pair of players; games of a version against itself, as a member of a pool, say nothing
         of its strength."""
-        self._count_restored()
+        self.count_restored()
         found = dict(self._trained)
         for player, results in self._evaluated.items():
             for opponent, counts in results.items():
@@ -131,10 +156,11 @@ class JobRatings:
         return {pair: counts for pair, counts in found.items() if any(counts) and pair[0] != pair[1]}
 
     def copy(self) -> JobRatings:
-        self._count_restored()
+        self.count_restored()
         copied = JobRatings(self._policies, self._pools)
         copied._resumed = dict(self._resumed)
         copied._versions, copied._trained = dict(self._versions), dict(self._trained)
+        copied._forget_above = self._forget_above
         copied._evaluated = {player: dict(results) for player, results in self._evaluated.items()}
         return copied
 
@@ -142,22 +168,74 @@ class JobRatings:
         """Return the player whom matches name so, see `MatchResult.opponents`."""
         if name in self._policies:
             return version_name(name, WeightVersion.parse(version))
-        pool, _, member = name.partition("@")
-        if pool in self._pools and not name.startswith(BOT):
-            return version_name(self._pools[pool], WeightVersion.parse(member))
+        found = version_of(name)
+        if found is not None and found[0] in self._pools:
+            return version_name(self._pools[found[0]], found[1])
         return name
 
     def _note(self, *players: str) -> None:
-        """Forget the versions that have not played for longest, if there are too many."""
+        """Note that these have played last."""
         for player in players:
-            policy, _, _ = player.partition("@")
-            if player.startswith("@") or policy in self._policies or player in self._evaluated:
+            if version_of(player) is not None:
                 self._versions.pop(player, None)
                 self._versions[player] = None
-        while len(self._versions) > MAX_RATED:
-            gone = next(iter(self._versions))
-            del self._versions[gone]
-            self._evaluated.pop(gone, None)
-            for results in self._evaluated.values():
-                results.pop(gone, None)
-            self._trained = {pair: counts for pair, counts in self._trained.items() if gone not in pair}
+        if len(self._versions) > self._forget_above:
+            self._forget()
+
+    def _forget(self) -> None:
+        """Forget the versions that have not played for longest, except those that connect the others with a player who
+        always plays alike, because that one's rating may be fixed."""
+        links = self._links()
+        fixed = {player for player in links if version_of(player) is None}
+        kept = fixed.union(list(self._versions)[-MAX_RATED:])
+        older: set[str] = set()
+        for player in sorted(fixed):
+            found = older | _connecting(links, player, kept)
+            older = found if len(found) <= MAX_LINKS else older
+        kept |= older
+        self._versions = {player: None for player in self._versions if player in kept}
+        self._forget_above = len(self._versions) + MAX_RATED // 10
+        self._trained = {pair: counts for pair, counts in self._trained.items() if kept.issuperset(pair)}
+        self._evaluated = {
+            player: {opponent: counts for opponent, counts in results.items() if opponent in kept}
+            for player, results in self._evaluated.items()
+            if player in kept
+        }
+
+    def _links(self) -> dict[str, dict[str, None]]:
+        """Return whom each player has played."""
+        links: dict[str, dict[str, None]] = {}
+        evaluated = ((player, other) for player, results in self._evaluated.items() for other in results)
+        for one, other in (*self._trained, *evaluated):
+            links.setdefault(one, {})[other] = None
+            links.setdefault(other, {})[one] = None
+        return links
+
+
+def _connecting(links: Mapping[str, Iterable[str]], root: str, kept: Collection[str]) -> set[str]:
+    """Return the players beyond those kept over which the shortest chains of games run that connect these with
+    `root`."""
+    found: set[str] = set()
+    connected: set[str] = set()
+    before = _reach(links, root)
+    for nearest in before:
+        if nearest in kept and nearest not in connected:
+            connected |= _reach(links, nearest, kept).keys()
+            player = nearest
+            while player != root:
+                player = before[player]
+                found.add(player)
+    return found.difference(kept)
+
+
+def _reach(links: Mapping[str, Iterable[str]], root: str, within: Collection[str] | None = None) -> dict[str, str]:
+    """Return the players whom games between those `within` connect with `root`, nearest first, and the one before each
+    on the way."""
+    before = {root: root}
+    ahead = [root]
+    for player in ahead:
+        for other in links.get(player, ()):
+            if other not in before and (within is None or other in within):
+                before[other] = player
+                ahead.append(other)
+    return before

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,9 @@ import msgspec
 import orjson
 import structlog
 
-from opentinker.shared.data.step_log import StepLog, lineage, metric_prefix
+from opentinker.shared.data.step_log import StepLog, lineage, metric_prefix, read_lineage
 from opentinker.shared.durable_files import make_directories, replace_durably
-from opentinker.shared.evaluation.job_ratings import MAX_RATED, Counts, JobRatings, Results, version_name
+from opentinker.shared.evaluation.job_ratings import Counts, JobRatings, Line, version_name
 from opentinker.shared.evaluation.validation_metrics import OUTCOMES, validation_metrics
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.runtime.telemetry import MetricSource
@@ -35,8 +35,6 @@ log = structlog.get_logger()
 
 SAID = ("val/episodes", "val/reward/mean", "val/exact", "val/loss", "val/failed", "val/missing", "val/seconds")
 """Metrics that the event contains, if present and not 0; win rates and the rating are there in any case."""
-TAIL = 2**23
-"""Bytes at the end of the results of matches that a restarted trainer reads."""
 Tell = Callable[[str, dict[str, object]], Awaitable[None]]
 
 
@@ -124,17 +122,21 @@ class Evaluations:
         lines = lineage(self._home / "validation.jsonl", resumed, step)
         self.steps = {line["step"] for line in lines}
         complete = [line for line in lines if not line.get("val/missing")]
-        games: list[dict[str, Any]] = lineage(self._home / MATCHES, resumed, step, TAIL)
-        results: list[tuple[float, str, Results]] = []
-        for line in games[-MAX_RATED:]:
-            matches = msgspec.convert(line["matches"], list[MatchResult])
-            results.append((line["time"], "", self._ratings.count_matches(self._policy, matches)))
-        for line in complete[-MAX_RATED:]:
-            player = version_name(self._policy, WeightVersion.parse(line["version"]))
-            games_of = _games_of(line, line.get("players", {}))
-            results.append((line["time"], player, {(player, other): counts for other, counts in games_of.items()}))
-        self._ratings.restore(results)
+        self._ratings.restore(self._matches_until(resumed, step))
+        self._ratings.restore([self._results_in(line) for line in complete])
         self.last = {name: value for name, value in complete[-1].items() if name.startswith("val/")} if complete else {}
+
+    def _matches_until(self, resumed: Mapping[int, int], step: int) -> Iterator[Line]:
+        """Yield the results of the matches of each step. Blocking."""
+        for line in read_lineage(self._home / MATCHES, resumed, step):
+            matches = msgspec.convert(line["matches"], list[MatchResult])
+            yield line["time"], "", self._ratings.count_matches(self._policy, matches)
+
+    def _results_in(self, line: Mapping[str, Any]) -> Line:
+        """Return the results of an evaluation."""
+        player = version_name(self._policy, WeightVersion.parse(line["version"]))
+        games = _games_of(line, line.get("players", {}))
+        return line["time"], player, {(player, other): counts for other, counts in games.items()}
 
     async def rate(
         self, version: WeightVersion, values: dict[str, float], players: Mapping[str, str], anchors: Sequence[str]

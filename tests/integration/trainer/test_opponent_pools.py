@@ -155,6 +155,19 @@ async def test_members_have_ratings_on_the_scale_of_the_job(life: Life) -> None:
     assert rated["1.2"][1] > rated["0.0"][1] > 0, "errors"
 
 
+async def test_a_restarted_trainer_rates_its_members_once_all_policies_have_resumed(life: Life) -> None:
+    """Which versions of another policy are the same weights, that policy says when it resumes."""
+    await life.make(4)
+    second = life.next()
+    second.ratings.restore([(1.0, "", {("@1.2", "b@1.2"): (50, 0, 50), ("b@2.2", "bot:random"): (50, 0, 50)})])
+    await second.begin(life.save())
+    told = (await second.admission.pools())["past"]
+    assert told.members == ["0.0", "1.2", "1.4"] and told.ratings == {}
+    second.ratings.resume("b", {1: 0, 2: 2})
+    await second.pools.publish()
+    assert (await second.admission.pools())["past"].ratings.keys() == {"1.2"}
+
+
 async def test_a_candidate_must_win_often_enough(store: Store, tmp_path: Path) -> None:
     life = Life(store, tmp_path, "j-good", add_if=0.6)
     await life.begin()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from opentinker.services.trainer.joint_progress import JointProgress
+from opentinker.shared.evaluation.job_ratings import JobRatings
 from opentinker.shared.spec.matches.schedules import Rule
 from opentinker.shared.types.core import WeightVersion
 
@@ -117,3 +118,18 @@ def test_only_a_policy_that_is_behind_takes_larger_batches() -> None:
     joint.finish("a")
     assert joint.growth("b") == 1, "nobody is ahead of it any more"
     assert pair(Rule(), {"a": 9, "b": 0}).growth("b") == 1
+
+
+async def test_results_of_before_are_counted_once_all_policies_have_resumed() -> None:
+    """Until then, a version that a restarted trainer has published again would be another player."""
+    joint = JointProgress(100, {"a": 100, "b": 100})
+    joint.ratings, joint.rates = JobRatings(["a", "b"]), True
+    met = {("b@2.5", "bot:x"): (1.0, 0.0, 0.0), ("b@1.5", "bot:x"): (1.0, 0.0, 0.0)}
+    joint.ratings.restore(iter([(1.0, "", met)]))
+    joint.restore("a", 3, {1: 0, 2: 3})
+    waiting = [asyncio.create_task(joint.until_restored()) for _ in range(2)]
+    await asyncio.sleep(0)
+    assert not any(one.done() for one in waiting)
+    joint.restore("b", 5, {1: 0, 2: 5})
+    await asyncio.gather(*waiting)
+    assert joint.ratings._trained == {("b@1.5", "bot:x"): (2.0, 0.0, 0.0)}

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import orjson
 import pytest
 
@@ -68,6 +69,58 @@ def test_games_of_a_version_against_itself_say_nothing() -> None:
     assert elo(ratings, "@0.0", {BOT: EVEN, "@0.0": EVEN}) is not None
 
 
+@pytest.mark.parametrize("url_player", ["gpt@https://models.example/v1", "@x@https://models.example/v1"])
+def test_a_model_behind_a_url_may_be_named_as_a_policy_or_a_pool_is(url_player: str) -> None:
+    for ratings in (JobRatings(["gpt", "b"]), JobRatings(pools={"gpt": ""})):
+        policy = "b" if not ratings._pools else ""
+        ratings.resume(policy, {1: 0, 2: 4})
+        ratings.resume("gpt", {1: 0, 2: 4})
+        ratings.restore([(1.0, "", ratings.count_matches(policy, matches("1.2", 3, 0, 1, **{url_player: "0.0"})))])
+        ratings.add_matches(policy, matches("2.4", 1, 0, 0, **{url_player: "0.0"}))
+        ratings.add_evaluation(f"{policy}@2.4", {url_player: EVEN})
+        assert ratings.results() == {
+            (f"{policy}@1.2", url_player): (3, 0, 1), (f"{policy}@1.4", url_player): (51, 0, 50)
+        }  # fmt: skip
+        assert ratings.copy().rate(f"{policy}@2.4", {url_player: EVEN}, url_player) is not None
+
+
+@pytest.mark.parametrize("anchor", ["", BOT])
+def test_members_of_a_long_job_keep_their_ratings(anchor: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that met the initial weights, or the last version that met the bot, have not played for long. Each step
+    makes the policy stronger by 2 points."""
+    monkeypatch.setattr(job_ratings, "MAX_RATED", 60)
+    ratings, members = JobRatings(pools={"past": ""}), [0]
+    for step in range(1, 301):
+        won = {member: 100 / (1 + 10 ** (2 * (member - step) / 400)) for member in members}
+        played = {(f"@1.{step}", _version(member)): (rate, 0.0, 100 - rate) for member, rate in won.items()}
+        ratings.restore([(float(step), "", played)])
+        if step == 195:
+            ratings.add_evaluation("@1.195", {BOT: EVEN})
+        if step % 10 == 0:
+            members = [*members, step][-5:]
+        assert len(ratings.copy()._versions) <= 60 * 1.1 + 5
+    rated = ratings.rate_members("past", [WeightVersion(1, member) for member in members], anchor)
+    assert (rated["1.260"].elo == 0) is (not anchor)
+    for member, one in zip(members, rated.values(), strict=True):
+        assert one.elo == pytest.approx(2 * (member - (195 if anchor else 260)), abs=60 if anchor else 20)
+
+
+def _version(step: int) -> str:
+    return f"@1.{step}" if step else "@0.0"
+
+
+def test_too_long_a_chain_to_a_bot_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_ratings, "MAX_RATED", 3)
+    for links, connected in ((3, True), (2, False)):
+        monkeypatch.setattr(job_ratings, "MAX_LINKS", links)
+        ratings = JobRatings(pools={"past": ""})
+        ratings.add_evaluation("@1.1", {BOT: EVEN})
+        for step in range(2, 7):
+            met = f"1.{step - 1}"
+            ratings.add_matches("", matches(f"1.{step}", 2, 0, 1, **{f"past@{met}": met}))
+        assert bool(ratings.rate_members("past", [WeightVersion(1, 6)], BOT)) is connected
+
+
 def test_versions_that_have_played_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_ratings, "MAX_RATED", 3)
     ratings = JobRatings(pools={"past": ""})
@@ -119,10 +172,10 @@ async def test_results_of_training_are_restored_before_the_first_evaluation(tmp_
     assert ratings.results() == {("@1.2", "@0.0"): (1.0, 0.0, 0.0)}
 
 
-def test_without_an_anchor_members_are_rated_against_the_initial_weights() -> None:
+def test_without_an_anchor_members_are_rated_against_the_oldest_that_has_played() -> None:
     ratings = JobRatings(pools={"past": "a"}, policies=["a", "b"])
     ratings.add_matches("a", matches("1.9", 90, 0, 10, **{"past@0.0": "0.0"}))
-    versions = [WeightVersion(0, 0), WeightVersion(1, 9), WeightVersion(1, 20)]
+    versions = [WeightVersion(1, 1), WeightVersion(0, 0), WeightVersion(1, 9), WeightVersion(1, 20)]
     rated = ratings.rate_members("past", versions, "")
     assert rated["0.0"].elo == 0.0 and rated["1.9"].elo == pytest.approx(380, abs=60) and len(rated) == 2
     assert ratings.rate_members("past", versions, BOT) == {}, "nothing connects them with the bot"
@@ -152,3 +205,23 @@ def test_versions_that_played_last_are_kept_of_all_restored_policies(monkeypatch
         lines = [(at, f"{policy}@1.{at:.0f}", {(f"{policy}@1.{at:.0f}", BOT): EVEN}) for at in times]
         ratings.restore(lines)
     assert {player for player, _ in ratings.results()} == {"b@1.3", "a@1.4"}
+
+
+async def test_a_restart_changes_no_results_of_a_long_job(tmp_path: Path) -> None:
+    """The file is larger than a trainer would read at once, and has more steps than versions are rated."""
+
+    async def event(*_: Any) -> None: ...
+
+    before = JobRatings(pools={"past": ""})
+    with (tmp_path / "matches.jsonl").open("wb") as file:
+        for step in range(1, 601):
+            met = f"1.{(step - 1) // 100 * 100}" if step > 100 else "0.0"
+            played = matches(f"1.{step - 1}", 2, 0, 1, **{f"past@{met}": met, BOT: ""})
+            before.add_matches("", played)
+            line = {"epoch": 1, "step": step, "time": float(step), "matches": msgspec.to_builtins(played)}
+            file.write(orjson.dumps({**line, "padding": "x" * 20_000}) + b"\n")
+    assert (tmp_path / "matches.jsonl").stat().st_size > 2**23
+    bus: Any = SimpleNamespace(on_reconnect=set())
+    after = JobRatings(pools={"past": ""})
+    Evaluations(bus, "j", tmp_path, event, event, "", after).restore({1: 0}, 600)
+    assert after.results() == before.results()
