@@ -368,6 +368,7 @@ class Episode:
             truncated=self.truncated,
             metrics=self.metrics,
             bots=self.seats.bot_rewards(self.rewards),
+            idle=self.seats.idle_seats(self.latest, {seat: sum(parts.values()) for seat, parts in self.owed.items()}),
             seconds=seconds,
         )
 

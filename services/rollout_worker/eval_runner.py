@@ -31,8 +31,9 @@ from opentinker.shared.spec.evaluation import exam_of, validation_episodes
 from opentinker.shared.types.core import Ending, Message, Ticket, WeightVersion, part_id
 from opentinker.shared.types.error_text import error_tail
 from opentinker.shared.types.evaluation import EvalEpisode, EvalResult, ExamView, MessageOrigin
+from opentinker.shared.types.match_results import alike
 from opentinker.shared.types.token_records import images_within, order_of_play, sampled_by, tokens_of
-from opentinker.shared.types.trajectories import Trajectory, Turn, alike, totals
+from opentinker.shared.types.trajectories import Trajectory, Turn, totals
 
 log = structlog.get_logger()
 

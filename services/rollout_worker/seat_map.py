@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from opentinker.services.rollout_worker.engines.base import Engine
@@ -13,6 +13,8 @@ from opentinker.services.rollout_worker.url_player import UrlPlayer
 from opentinker.shared.spec import JobSpec, SeatSpec
 from opentinker.shared.spec.matches.pools import pool_player
 from opentinker.shared.spec.matches.seats import bots_of, opposed, player_at, rotated
+from opentinker.shared.types.core import WeightVersion
+from opentinker.shared.types.match_results import IdleSeat
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,22 @@ class SeatMap:
             if player is not None and player.bot:
                 found[player.bot].append(reward)
         return {name: math.fsum(paid) / max(1, len(paid)) for name, paid in found.items()}
+
+    def idle_seats(self, acted: Collection[str], paid: Mapping[str, float]) -> dict[str, IdleSeat]:
+        """Return the seats of models without a turn that were paid. If only one player acted or was paid, those that
+        [seats] names are among them, with 0: the game was over before the others had a turn. `acted`: seats with a
+        turn."""
+        rewards = {seat: reward for seat, reward in paid.items() if seat not in acted}
+        there = {player.name for seat in (*acted, *rewards) if (player := self.at(seat)) is not None}
+        if len(there) == 1:
+            names = [seat for seat in self._seats if not any(sign in seat for sign in "*?[")]
+            rewards |= {seat: 0.0 for seat in names if seat not in acted and seat not in rewards}
+        found = {}
+        for seat, reward in rewards.items():
+            if (player := self.at(seat)) is not None:
+                version = player.engine.version if isinstance(player, LoadedPolicy) else None
+                found[seat] = IdleSeat(policy=player.name, reward=reward, version=version or WeightVersion(0, 0))
+        return found
 
     @property
     def context(self) -> int:

@@ -19,7 +19,7 @@ from opentinker.shared.messaging.subjects import GROUP, WAKE
 from opentinker.shared.state.admission import Admission
 from opentinker.shared.types.core import Discard
 from opentinker.shared.types.errors import JobFailed
-from opentinker.shared.types.trajectories import Group
+from opentinker.shared.types.trajectories import Group, Trajectory
 
 log = structlog.get_logger()
 
@@ -34,6 +34,12 @@ def consumer_name(job: str, epoch: int, policy: str = "") -> str:
     """Return the name of the durable consumer through which the trainer of this epoch reads GROUP, for each policy of a
     job with several."""
     return f"train-{job}-{epoch}-{policy}" if policy else f"train-{job}-{epoch}"
+
+
+def _has_others(trajectory: Trajectory, policy: str) -> bool:
+    """Return whether anybody but the policy played in its episode, or would have."""
+    players = {trajectory.policy, *(seat.policy for seat in trajectory.idle.values())}
+    return players != {policy} or bool(trajectory.bots)
 
 
 class Intake:
@@ -106,7 +112,7 @@ class Intake:
             log.error("invalid_group", group=group.seq, error=str(error))
             await self._reject(delivery.seq, group.seq, str(error))
             return
-        if any(trajectory.policy != self.policy or trajectory.bots for trajectory in group.trajectories):
+        if any(_has_others(trajectory, self.policy) for trajectory in group.trajectories):
             group = group.of(self.policy)
         if self.assembler.add(delivery.seq, group):
             self.arrived.set()

@@ -10,7 +10,7 @@ import numpy as np
 
 from opentinker.shared.types.core import Ending
 from opentinker.shared.types.evaluation import EvalResult
-from opentinker.shared.types.trajectories import alike
+from opentinker.shared.types.match_results import alike
 
 Z95 = 1.959964
 """Quantile of the standard normal distribution at 0.975."""

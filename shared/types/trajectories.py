@@ -6,18 +6,15 @@ The nouns that it is made of, and the shape suffixes, are in `core.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import msgspec
 import numpy as np
 
 from opentinker.shared.types.core import F32, I32, U8, Ending, Message, StopReason, WeightVersion
-from opentinker.shared.types.match_results import BOT, DRAWN, MatchResult, Opponent, count_outcomes
+from opentinker.shared.types.match_results import IdleSeat, MatchResult, alike, count_outcomes, match_of
 from opentinker.shared.types.pools import Outcomes
-
-ROUNDING = 1e-12
-"""Rewards that are nearer to each other, absolutely or relatively, are equal."""
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
@@ -107,6 +104,8 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     """Metrics that the environment reported at the end, e.g. `exact`."""
     bots: dict[str, float] = {}
     """Mean reward of the seats of each scripted player of the episode, by its name."""
+    idle: dict[str, IdleSeat] = {}
+    """The episode's seats without a trajectory, see `SeatMap.idle_seats`."""
     seconds: float = 0.0
     ref_logprobs_T: bytes | None = None
     """float32 logprobs of the frozen reference, added by reference-forward; 0 where mask is 0."""
@@ -205,7 +204,8 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
         if any(later.number < turn.number for turn, later in pairwise(self.turns)):
             raise ValueError("the turns of a trajectory must be numbered in order of play")
         rewards = [turn.reward for turn in self.turns]
-        numbers = (self.reward, self.seconds, self.end_value, *rewards, *self.metrics.values(), *self.scores.values())
+        numbers = [self.reward, self.seconds, self.end_value, *rewards, *self.metrics.values(), *self.scores.values()]
+        numbers += [seat.reward for seat in self.idle.values()]
         if not all(map(math.isfinite, numbers)):
             raise ValueError("rewards and metrics must be finite")
         if rewards and not math.isclose(self.reward, math.fsum(rewards), rel_tol=1e-6, abs_tol=1e-6):
@@ -270,22 +270,16 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 
     def _matches(self, policy: str) -> list[MatchResult]:
         """Return the results of a policy. A sample is won if the policy's seats earned more on average than the
-        opponent's, and drawn if equal; it counts if the policy had a turn, and another player that is no bot."""
-        played: dict[int, dict[str, list[Trajectory]]] = {}
+        opponent's, and drawn if equal, also where the game was over before one of them had a turn."""
+        played: dict[int, list[Trajectory]] = {}
         for one in (t for t in self.trajectories if self.is_played(t.index)):
-            played.setdefault(one.index, {}).setdefault(one.policy, []).append(one)
+            played.setdefault(one.index, []).append(one)
         totals, found = self.totals, []
-        for index, players in played.items():
-            own, rewards = players.pop(policy, None), totals[index]
-            if own is None:
-                continue
-            mine = _mean_of(own, rewards)
-            met = {name: _met(mine, _mean_of(views, rewards), views) for name, views in players.items()}
-            met |= {f"{BOT}{name}": _met(mine, reward) for name, reward in own[0].bots.items()}
-            if met:
-                version = str(min(view.oldest for view in own))
-                found.append(MatchResult(group=self.seq, sample=index, version=version, rewards=rewards, opponents=met))
-        return found
+        for index, views in played.items():
+            acted = [(view.policy, view.seat, view.oldest) for view in views]
+            idle, bots = views[0].idle, views[0].bots
+            found.append(match_of(policy, self.seq, index, acted, idle, rewards=totals[index], bots=bots))
+        return [match for match in found if match is not None and match.opponents]
 
     @property
     def outcomes(self) -> dict[str, Outcomes]:
@@ -364,23 +358,6 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
             numbers = [turn.number for place in streams for turn in self.trajectories[place].turns]
             if len(set(numbers)) < len(numbers):
                 raise ValueError("the turns of a seat that has several streams must be numbered in order of play")
-
-
-def alike(rewards: Sequence[float]) -> bool:
-    """Return whether the rewards differ by no more than the rounding of sums: 0.1 + 0.2 is 0.3."""
-    return math.isclose(min(rewards), max(rewards), rel_tol=ROUNDING, abs_tol=ROUNDING)
-
-
-def _mean_of(views: Sequence[Trajectory], rewards: Mapping[str, float]) -> float:
-    """Return the mean reward of the seats of these views."""
-    seats = {view.seat for view in views}
-    return math.fsum(rewards[seat] for seat in seats) / len(seats)
-
-
-def _met(mine: float, theirs: float, views: Sequence[Trajectory] = ()) -> Opponent:
-    """Return an opponent that played these views, by the mean rewards of both."""
-    outcome = DRAWN if alike([mine, theirs]) else float(mine > theirs)
-    return Opponent(outcome=outcome, version=str(min(view.oldest for view in views)) if views else "")
 
 
 def totals(trajectories: Sequence[Trajectory]) -> tuple[dict[str, float], dict[str, float]]:

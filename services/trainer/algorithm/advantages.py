@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from opentinker.shared.types.trajectories import alike
+from opentinker.shared.types.match_results import alike
 
 F64 = npt.NDArray[np.float64]
 EPSILON = 1e-4

@@ -23,7 +23,8 @@ from opentinker.shared.spec.tree_sampling import turn_rewards
 from opentinker.shared.types.core import F32
 from opentinker.shared.types.errors import JobFailed
 from opentinker.shared.types.manifest import SeatBaselines
-from opentinker.shared.types.trajectories import Group, Trajectory, alike
+from opentinker.shared.types.match_results import alike
+from opentinker.shared.types.trajectories import Group, Trajectory
 
 GROUPWISE: dict[str, Callable[..., F64]] = {
     "grpo": advantages.grpo,

@@ -76,7 +76,8 @@ class Assembler:
     absent: int = 0
     """Groups without a turn of the policy discarded since the last batch was taken."""
     uncounted: list[MatchResult] = field(default_factory=list)
-    """Matches of groups of equal rewards discarded since the last step: they are results nevertheless."""
+    """Matches of groups discarded since the last step because of equal rewards, or because the policy had no turn: they
+    are results nevertheless."""
     unlogged: dict[int, RowPlays] = field(default_factory=dict)
     """By row, episodes of groups discarded since the last step: they were played nevertheless."""
     overtaken: int = 0
@@ -159,9 +160,9 @@ class Assembler:
                 group = self.pending.pop(stream_seq)
                 self.consumed[stream_seq] = Consumed(self.discard_batch(reason, step), group.seq, reason)
                 self.discarded[reason] += 1
-                if reason is Discard.ZERO_VARIANCE:
-                    self.barren += 1
+                if reason in (Discard.ZERO_VARIANCE, Discard.ABSENT):
                     self.uncounted += group.matches
+                self.barren += reason == Discard.ZERO_VARIANCE
                 if reason is not Discard.FROM_FUTURE and (plays := plays_of(group, self.solved_at)) is not None:
                     had = self.unlogged.get(plays.row)
                     self.unlogged[plays.row] = plays if had is None else added(had, plays)
@@ -176,7 +177,8 @@ class Assembler:
         return list(found.values())
 
     def pop_uncounted(self) -> list[MatchResult]:
-        """Return the matches of groups of equal rewards discarded for the batch that was just trained; each once."""
+        """Return the matches of groups discarded for the batch that was just trained because of equal rewards, or
+        because the policy had no turn; each once."""
         found, self.uncounted = self.uncounted, []
         return found
 

@@ -8,7 +8,8 @@ from opentinker.services.rollout_worker.episode import Episode
 from opentinker.services.rollout_worker.seat_map import LoadedPolicy, SeatMap
 from opentinker.shared.types.core import Ending
 from opentinker.shared.types.env_protocol import SessionReply
-from tests.support.factories import make_spec, make_ticket
+from opentinker.shared.types.match_results import IdleSeat
+from tests.support.factories import V0, make_spec, make_ticket
 from tests.unit.rollout_worker.scripted_episode import Chars, Env, Script, episode, reply, say
 
 
@@ -43,7 +44,8 @@ async def test_a_seat_that_has_not_acted_yet_gets_its_reward_with_its_first_turn
     assert (black.reward, white.reward) == (0.0, 1.25)
     alone = Env([move("black", "go"), move("", done=True, reward=1.0, rewards={"white": {"gift": 1.0}})])
     (only,) = await episode(Script([say("a$")]), alone).run()
-    assert only.seat == "black"
+    assert only.seat == "black" and only.idle == {"white": IdleSeat(policy="", reward=1.0, version=V0)}
+    assert black.idle == white.idle == {}
 
 
 async def test_turns_count_per_seat() -> None:

@@ -2,6 +2,7 @@
 
 from opentinker.services.trainer.batch.assembler import Assembler
 from opentinker.shared.types.core import Discard, WeightVersion
+from opentinker.shared.types.match_results import IdleSeat
 from tests.support.factories import make_group
 
 
@@ -104,6 +105,15 @@ def test_groups_of_equal_rewards_are_discarded_only_when_asked_and_counted_until
     assert assembler.barren == 0
     assert assembler.account(step=1, settled=99) == (3, [], {"zero_variance": 2})
     assert assembler.account(step=0, settled=99)[2] == {}, "the discards belong to the batch that they made room for"
+
+
+def test_games_in_which_the_policy_had_no_turn_are_results_though_it_cannot_train_on_them() -> None:
+    idle = {"two": IdleSeat(policy="a", reward=1.0, version=WeightVersion(1, 0))}
+    assembler = Assembler(max_staleness=1, epoch=1)
+    assembler.add(1, make_group(seq=0, seat="one", policy="b", idle=idle).of("a"))
+    assert assembler.drop(step=0) == {Discard.ABSENT: [0]} and (assembler.absent, assembler.barren) == (1, 0)
+    assert [match.opponents["b"].outcome for match in assembler.pop_uncounted()] == [0.5, 1.0]
+    assert assembler.pop_uncounted() == []
 
 
 def test_a_stale_group_of_equal_rewards_is_stale() -> None:

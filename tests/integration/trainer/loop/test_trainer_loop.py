@@ -27,6 +27,7 @@ from opentinker.shared.types import codec
 from opentinker.shared.types.core import JobState, Lease, Pool, WeightVersion
 from opentinker.shared.types.errors import JobFailed
 from opentinker.shared.types.manifest import Manifest, start_of
+from opentinker.shared.types.match_results import IdleSeat
 from opentinker.shared.types.trajectories import Group
 from tests.conftest import WAIT_S, soon, until
 from tests.integration.trainer.loop.trainer_jobs import (
@@ -206,6 +207,23 @@ async def test_resumed_trainer_remembers_what_the_target_is_judged_by(ctx: Conte
     await train(resumed)
     record = await ctx.store.job(JOB)
     assert (record.state, record.step, record.reason) == (JobState.SUCCEEDED, 10, "target reached")
+
+
+async def test_a_resumed_trainer_knows_the_results_of_games_that_ended_before_the_opponent_had_a_turn(
+    ctx: Context,
+) -> None:
+    game = {"environment": {"name": "matching_pennies"}, "seats": {"odd": {"pool": "past"}}}
+    job = await prepare(ctx, staleness=0, nan_at=5, parts={**game, "pools": {"past": {"every": 2}}})
+    first = {"odd": IdleSeat(policy="past@0.0", reward=0.5, version=WeightVersion(0, 0))}
+    with pytest.raises(JobFailed):
+        await train(job, seat="even", idle=first)
+    await ctx.bus.purge("GROUPS", GROUP.at(job=JOB))  # it makes no step
+    resumed = after(job)
+    async with running(resumed.run()):
+        await until(lambda: resumed.intake._consumer is not None)
+        told = (await resumed.admission.pools())["past"]
+    assert told.outcomes == {"0.0": (8, 0, 8), "1.2": (0, 0, 0), "1.4": (0, 0, 0)}
+    assert told.ratings.keys() == {"0.0", "1.2"}, "1.4 has not played"
 
 
 async def test_a_policy_that_says_one_thing_only_is_an_event_once_and_a_metric(ctx: Context) -> None:

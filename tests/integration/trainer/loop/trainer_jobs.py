@@ -55,12 +55,13 @@ async def prepare(
     steps: int = 6,
     start: dict[str, Any] | None = None,
     staleness: int = 10,
+    parts: dict[str, Any] | None = None,
     **faults: Any,
 ) -> TrainerJob:
-    """6 steps of 2 groups, a checkpoint after every second one."""
+    """6 steps of 2 groups, a checkpoint after every second one. `parts`: others of the spec."""
     train = {"learner": "simulated", "steps": steps, "simulated_step_s": 0.0, "checkpoint_every": 2}
     train |= {"target": {target: 0.5}} if target else {}
-    spec = make_spec(algorithm__max_staleness=staleness, train=train, start=start)
+    spec = make_spec(algorithm__max_staleness=staleness, train=train, start=start, **(parts or {}))
     await ctx.store.create_job(id=JOB, spec=spec.model_dump(mode="json"), tenant="default")
     await ctx.store.transition(JOB, JobState.STARTING, epoch=1)
     await ctx.bus.purge("GROUPS", GROUP.at(job=JOB))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -10,13 +11,15 @@ import pytest
 
 from opentinker.sdk.evaluation_spec import evaluation_of
 from opentinker.sdk.http import ApiError
-from opentinker.services.rollout_worker.seat_map import SeatMap
+from opentinker.services.rollout_worker.seat_map import LoadedPolicy, SeatMap
 from opentinker.shared.spec import parse_spec
 from opentinker.shared.spec.engines import engines
 from opentinker.shared.spec.matches.policies import pool_spec_of
 from opentinker.shared.spec.matches.pools import MAX_POOLS, pool_player, pools_in, pools_of
+from opentinker.shared.types.core import WeightVersion
 from opentinker.shared.types.errors import SpecError
-from opentinker.shared.types.trajectories import Group
+from opentinker.shared.types.match_results import IdleSeat, Opponent
+from opentinker.shared.types.trajectories import Group, Trajectory
 from tests.support.factories import group_of, make_trajectory, refusals
 
 BASE: dict[str, Any] = {
@@ -137,6 +140,45 @@ def test_a_group_knows_who_won_against_whom() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(own), type=Group).outcomes == own.outcomes
     absent = [t for t in played if t.policy or t.index == 0]
     assert group_of(absent).of("").outcomes == {past: (1, 0, 0)}, "without a turn of the policy there is no result"
+
+
+def test_a_game_that_was_over_before_a_player_had_a_turn_has_a_result() -> None:
+    """An illegal first move loses the game for the policy, or for the member of the pool."""
+
+    def sample(index: int, *, loser: str, winner: str) -> Trajectory:
+        idle = {"two": IdleSeat(policy=winner, reward=1.0, version=WeightVersion(1, 7))}
+        return make_trajectory(index=index, seat="one", policy=loser, reward=-1.0, idle=idle)
+
+    past = "past@1.7"
+    group = group_of([sample(0, loser="", winner=past), sample(1, loser=past, winner="")])
+    group.check()
+    lost, won = group.of("").matches
+    assert lost.opponents == {past: Opponent(outcome=0.0, version="1.7")} and lost.rewards == {"one": -1.0, "two": 1.0}
+    assert (won.version, won.opponents[past].outcome, won.rewards) == ("1.7", 1.0, lost.rewards)
+    assert len(group.of("").trajectories) == 1 and group.of("").totals == {0: {"one": -1.0}, 1: {"one": -1.0}}
+    with pytest.raises(ValueError, match="finite"):
+        bad = {"two": IdleSeat(policy="", reward=float("nan"), version=WeightVersion(1, 7))}
+        group_of([make_trajectory(idle=bad)]).check()
+
+
+def test_groups_of_an_older_rollout_worker_are_read() -> None:
+    fields = msgspec.to_builtins(group_of([make_trajectory(bots={"random": 0.0})]), builtin_types=(bytes,))
+    for one in fields["trajectories"]:
+        del one["idle"]
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(fields), type=Group).of("").outcomes == {
+        "bot:random": (1, 0, 0)
+    }
+
+
+def test_seats_without_a_turn_are_those_that_were_paid_or_all_others_of_a_game_with_one_player() -> None:
+    spec = parse_spec({**BASE, "pools": {}, "policies": {"a": {}, "b": {}}, "seats": {"x": "a", "y": "b", "z*": "b"}})
+    engines = {name: SimpleNamespace(version=WeightVersion(1, step)) for step, name in enumerate("ab")}
+    seats = SeatMap(spec, [LoadedPolicy(name, spec, engine, None) for name, engine in engines.items()])  # type: ignore[arg-type]
+    b = IdleSeat(policy="b", reward=0.0, version=WeightVersion(1, 1))
+    assert seats.idle_seats({"x"}, {}) == {"y": b}
+    assert seats.idle_seats({"x"}, {"z1": 2.0}) == {"z1": msgspec.structs.replace(b, reward=2.0)}
+    assert seats.idle_seats({"x", "z1"}, {}) == {}, "it may not be part of the game"
+    assert seats.idle_seats({"y"}, {})["x"] == IdleSeat(policy="a", reward=0.0, version=WeightVersion(1, 0))
 
 
 def test_a_bot_is_an_opponent_whose_rewards_come_with_the_match() -> None:
