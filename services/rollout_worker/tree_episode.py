@@ -3,7 +3,7 @@ candidates from the same state. The env worker plays each on a copy of the envir
 best one, and all of them are trained.
 
 The streams hold the candidates that were chosen: sample 0 of the group, an episode like any other. Each of the others
-is a trajectory of the samples 1..G-1. Seats that do not learn have one candidate.
+is a trajectory of the samples 1..G-1, unless it cannot be trained. Seats that do not learn have one candidate.
 """
 
 from __future__ import annotations
@@ -35,14 +35,16 @@ class TreeEpisode(Episode):
     """Plays the only episode of a ticket. `run` gives the trajectories of all samples of its group, in their order."""
 
     _others: Sequence[Trajectory] = ()
-    """Candidates that were not chosen."""
+    """Candidates that were not chosen and can be trained."""
+    _others_sampled = 0
+    """Tokens of all candidates that were not chosen."""
     _chosen = 0
     """Index of the candidate with which the episode continued, among those of its turn."""
     _all_done = False
 
     @property
     def sampled(self) -> int:
-        return super().sampled + sum(int(other.mask.sum()) for other in self._others)
+        return super().sampled + self._others_sampled
 
     @property
     def _is_closed(self) -> bool:
@@ -87,16 +89,18 @@ class TreeEpisode(Episode):
         paid_K = [_paid(streams, outcome) for outcome in reply.outcomes]
         self._chosen = best = _best(streams, paid_K)
         for stream, own in zip(streams, candidates_SK, strict=True):
-            places = [place for place in range(len(own)) if place != best]
+            places = [place for place in range(len(own)) if place != best] if len(own) > 1 else []
+            self._others_sampled += sum(len(own[place].sampled.completion.ids) for place in places)
+            trained = [place for place in places if not own[place].sampled.untrainable]
             self._others = [
                 *self._others,
                 *(
                     self._other(stream, own[place], index, reply.outcomes[place], paid_K[place], env_s)
-                    for index, place in enumerate(places if len(own) > 1 else [], start=1)
+                    for index, place in enumerate(trained, start=1)
                 ),
             ]
             chosen = own[best % len(own)]
-            stream.sample(chosen.sampled.completion, chosen.action.text)
+            stream.sample(chosen.sampled.completion, chosen.action.text, chosen.sampled.untrainable)
             self._record(stream, chosen.sampled, reply.outcomes[best], env_s)
             stream.turns[-1] = msgspec.structs.replace(stream.turns[-1], paid=paid_K[best])
         self._pay_others(reply.outcomes[best])

@@ -318,8 +318,9 @@ def credit_candidates(
     peers: Sequence[Sequence[SeatPlay]], algorithm: AlgorithmSpec
 ) -> tuple[list[F64], dict[str, float]]:
     """Compare the candidates of a turn of a tree, which were sampled from one state, with each other and with nothing
-    else. Return advantages per play, [N] in order of play, and the metric reward/equal_turns: the share of turns whose
-    candidates all had the same reward, so that nothing is learned from them.
+    else; those that cannot be trained are left out. Return advantages per play, [N] in order of play, and the metric
+    reward/equal_turns: the share of turns whose candidates all had the same reward, so that nothing is learned from
+    them.
 
     `peers`: per seat of a group, the plays whose turns of the same number are candidates of one turn. Raise
     ValueError if a group is no tree.
@@ -331,7 +332,8 @@ def credit_candidates(
         candidates: dict[int, list[tuple[int, int]]] = {}
         for p, play in enumerate(plays):
             for k, turn in enumerate(play.turns_K):
-                candidates.setdefault(turn.number, []).append((p, k))
+                if not turn.untrainable:
+                    candidates.setdefault(turn.number, []).append((p, k))
         for places in candidates.values():
             paid_K = [plays[p].turns_K[k].paid for p, k in places]
             if any(plays[p].seat not in paid for (p, _), paid in zip(places, paid_K, strict=True)):

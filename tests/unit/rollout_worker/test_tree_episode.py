@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import msgspec
 import pytest
 
 from opentinker.services.rollout_worker.episode import turn_seed
@@ -11,8 +13,10 @@ from opentinker.services.rollout_worker.episode_protocol import EpisodeFailed
 from opentinker.services.rollout_worker.seat_map import LoadedPolicy, SeatMap
 from opentinker.services.rollout_worker.tree_episode import TreeEpisode
 from opentinker.services.rollout_worker.url_player import UrlPlayer, UrlTurn
+from opentinker.services.trainer.algorithm.credit_assignment import assign
 from opentinker.shared.types.core import Ending, WeightVersion
 from opentinker.shared.types.env_protocol import SessionReply
+from opentinker.shared.types.guide import Guide
 from opentinker.shared.types.trajectories import Group, Span, Trajectory
 from tests.support.factories import make_spec, make_ticket
 from tests.unit.rollout_worker.scripted_episode import Chars, Env, Script, failure_of, renderer, reply, say
@@ -199,6 +203,58 @@ async def test_limits_count_the_candidates_that_were_chosen() -> None:
     assert (played.ending, played.truncated, env.closed) == (Ending.MAX_TOKENS, True, 1)
     assert [sampling.max_tokens for _, sampling in engine.asked] == [5, 5, 2, 2]
     assert playing.sampled == sum(int(t.mask.sum()) for t in (played, *others)) == 12
+
+
+JSON = Guide(schema={"type": "object"})
+
+
+async def test_candidates_under_a_schema_are_not_trained_and_leave_other_turns_alone() -> None:
+    engine = Script([say(f"{text}$") for text in ("a", "bb", "1", "2", "c", "dd")])
+    env = Env([
+        reply("go"),
+        outcomes(reply("A", guide=JSON), reply("B", reward=1.0, guide=JSON)),
+        outcomes(reply("X"), reply("Y", reward=1.0)),
+        outcomes(reply(done=True, reward=1.0), reply(done=True)),
+    ])  # fmt: skip
+    playing = tree_episode(engine, env, size=2)
+    played, *others = found = await playing.run()
+    assert [bool(sampling.structure) for _, sampling in engine.asked] == [False] * 2 + [True] * 2 + [False] * 2
+    assert words(played) == ("<u>go\n<a>bb\n<u>B\n<a>2\n<u>Y\n<a>c", "bbc")
+    assert [(bool(turn.untrainable), turn.end - turn.start) for turn in played.turns] == [
+        (False, 3), (True, 0), (False, 2),
+    ]  # fmt: skip
+    assert [(t.index, t.turns[0].number, words(t)[1]) for t in others] == [(1, 0, "a"), (1, 2, "dd")]
+    assert playing.sampled == 3 + 2 + 2 + 2 + 2 + 3, "tokens that are not trained were sampled as well"
+    high, low = 0.5 / (math.sqrt(0.5) + 1e-4), -0.5 / (math.sqrt(0.5) + 1e-4)
+    credit = assign([group(found)], playing.spec.algorithm)
+    assert [values.tolist() for values in credit.advantages_S] == [
+        pytest.approx([high] * 5), pytest.approx([low] * 2), pytest.approx([low] * 3),
+    ]  # fmt: skip
+    assert credit.metrics["reward/equal_turns"] == 0.0, "the turn under a schema has nothing to compare"
+
+
+@pytest.mark.parametrize("best", ["whole", "broken"])
+async def test_a_candidate_without_a_finite_logprob_is_left_out_alone(best: str) -> None:
+    broken = msgspec.structs.replace(say("b$"), logprobs=[-0.5, -math.inf])
+    engine = Script([say("x$"), say("y$"), say("z$"), say("a$"), broken, say("c$")])
+    rewards = {"whole": (0.5, 0.0, 0.0), "broken": (0.0, 0.5, 0.0)}[best]
+    env = Env([
+        reply("go"),
+        outcomes(reply("X"), reply("Y"), reply("Z")),
+        outcomes(*[reply(done=True, reward=reward) for reward in rewards]),
+    ])  # fmt: skip
+    played, *others = found = await tree_episode(engine, env).run()
+    group(found)
+    chosen, left = {"whole": ("xa", "c"), "broken": ("x", "ac")}[best]
+    assert words(played)[1] == chosen and [bool(turn.untrainable) for turn in played.turns] == [False, best == "broken"]
+    last = [t for t in others if t.turns[0].number == 1]
+    assert [t.index for t in last] == list(range(1, 1 + len(left))) and "".join(words(t)[1] for t in last) == left
+
+
+async def test_an_episode_of_untrainable_candidates_alone_fails_with_the_reason() -> None:
+    env = Env([reply("go", guide=JSON), outcomes(*[reply(done=True)] * 3)])
+    failed = await failure_of(tree_episode(Script([say("1$")] * 3), env))
+    assert failed.ending == Ending.UNTRAINABLE and "under a JSON schema" in failed.error
 
 
 async def test_a_failure_is_one_of_the_episode() -> None:
