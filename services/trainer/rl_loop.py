@@ -150,7 +150,6 @@ class TrainerJob:
             await self.validation.resumed(self.step)
         await self.rewinder.restored(manifest)
         self.assembler.resumed = resumed
-        self.assembler.discarded.update({Discard(reason): n for reason, n in discarded.items()})
         algorithm, rule = self.spec.algorithm, self.joint.rule
         self.assembler.trained = manifest.ledger["trained"] if manifest is not None else 0
         await self.pools.restore(manifest, self._version)  # before any ticket
@@ -167,6 +166,8 @@ class TrainerJob:
             gate=rule.gate,
             turn=rule.turn,
         )
+        kept = (await self.admission.ledger()).discarded  # with what was discarded for good after the checkpoint
+        self.assembler.discarded.update({Discard(reason): n for reason, n in kept.items()})
         self.shift = await self.admission.shift()
 
     # --- training -----------------------------------------------------------------------------------------------

@@ -61,7 +61,10 @@ local function restore()
   for _, field in ipairs(redis.call('HKEYS', me.A)) do
     if string.sub(field, 1, 8) == 'discard:' then
       local reason = string.sub(field, 9)
-      if ended then counts[reason] = num(me, field) - (undone[reason] or 0) end
+      local kept = num(me, field) - (undone[reason] or 0)
+      -- A resting policy discards for good, also after its checkpoint.
+      if ended then counts[reason] = kept
+      elseif reason == 'resting' then counts[reason] = math.max(counts[reason] or 0, kept) end
       redis.call('HDEL', me.A, field)
     end
   end

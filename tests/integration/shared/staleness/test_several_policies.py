@@ -86,6 +86,28 @@ async def test_a_finished_policy_s_ledger_keeps_its_surplus_when_the_trainer_res
     assert (await b.ledger()).discarded == {} and (await b.ledger()).balanced
 
 
+async def test_what_a_resting_policy_discards_after_its_checkpoint_stays_discarded(store: Store) -> None:
+    a, _ = await pair(store, "rests", max_staleness=9)
+    await a.issue(20)
+    for seq in range(12):
+        await a.accept(seq)
+    await a.train(1, [0, 1, 2, 3])
+    await a.discard(1, Discard.RESTING, [4])  # the last that the checkpoint of step 1 has
+    await a.discard(1, Discard.RESTING, [5, 6])
+    await a.discard(2, Discard.STALE, [7])
+    law: dict[str, Any] = {"max_staleness": 9}
+    for epoch in (2, 3):  # the second time with what the trainer of epoch 2 has saved
+        a = await policy(store, "rests", "a", epoch, step=1, discarded={"resting": 1 if epoch == 2 else 3}, **law)
+        ledger = await a.ledger()
+        assert ledger.balanced and (ledger.accepted, ledger.pending, ledger.discarded) == (12, 5, {"resting": 3})
+    a = await policy(store, "rests", "a", 4, **law)  # the checkpoint of step 1 is damaged
+    ledger = await a.ledger()
+    assert ledger.balanced and (ledger.accepted, ledger.discarded) == (12, {"resting": 0})
+    await store.redis.delete("adm:rests~a", "adm:rests~a:groups")
+    a = await policy(store, "rests", "a", 5, step=1, discarded={"resting": 3}, **law)
+    assert (await a.ledger()).discarded == {"resting": 3}, "the checkpoint knows what Redis has lost"
+
+
 async def test_policies_go_back_to_checkpoints_of_their_own(store: Store) -> None:
     a, b = await pair(store, "back")
     await a.issue(4)

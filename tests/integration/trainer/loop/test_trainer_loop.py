@@ -337,6 +337,27 @@ async def test_group_that_cannot_be_decoded_is_discarded_and_replaced(ctx: Conte
     assert (failure["event"], failure["group"], failure["reason"]) == ("group_rejected", 3, "invalid")
 
 
+async def test_what_a_resting_policy_discarded_after_its_checkpoint_stays_in_the_books(ctx: Context) -> None:
+    job = await prepare(ctx)
+    admission = Admission(ctx.store.redis, JOB)
+    job.joint.rests = lambda _: job.step == 2  # type: ignore[method-assign]
+
+    async def resting() -> int:
+        return (await admission.ledger()).discarded.get("resting", 0)
+
+    async with running(train(job)):
+        await until(lambda: saved_steps(job) == [2])
+        saved = newest(job)
+        await until(resting, lambda count: count > saved.ledger.get("discarded/resting", 0) + 5)
+    before = await admission.ledger()
+    assert newest(job) == saved, "it makes no step and saves nothing"
+    later = after(job)
+    await train(later)
+    ledger = await admission.ledger()
+    assert ledger.balanced and ledger.discarded == before.discarded and ledger.trained == 6 * 2
+    assert newest(later).ledger["discarded/resting"] == before.discarded["resting"]
+
+
 async def test_a_learner_is_closed_despite_repeated_cancels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or the other ranks would outlive the job."""
     closed, running, free = threading.Event(), asyncio.Event(), threading.Event()
