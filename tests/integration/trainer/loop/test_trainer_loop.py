@@ -340,7 +340,7 @@ async def test_group_that_cannot_be_decoded_is_discarded_and_replaced(ctx: Conte
 async def test_what_a_resting_policy_discarded_after_its_checkpoint_stays_in_the_books(ctx: Context) -> None:
     job = await prepare(ctx)
     admission = Admission(ctx.store.redis, JOB)
-    job.joint.rests = lambda _: job.step == 2  # type: ignore[method-assign]
+    job.joint.rests = lambda policy: job.step == 2  # type: ignore[method-assign]
 
     async def resting() -> int:
         return (await admission.ledger()).discarded.get("resting", 0)

@@ -10,11 +10,11 @@ from opentinker.shared.evaluation.setting_text import MAX_CHARACTERS, setting_of
 from opentinker.shared.spec import parse_spec
 from tests.support.factories import make_spec
 
-EVAL = {
+EVAL: dict[str, Any] = {
     "kind": "eval", "name": "e", "model": {"base": "m"}, "environment": {"name": "gsm8k", "config": {"split": "test"}},
     "evaluation": {"episodes": 20, "samples": 8, "temperature": 0.8}, "rollout": {"max_tokens": 512},
 }  # fmt: skip
-ROWS = {"kind": "sft", "name": "s", "model": {"base": "m"}, "train": {"steps": 2}}
+ROWS: dict[str, Any] = {"kind": "sft", "name": "s", "model": {"base": "m"}, "train": {"steps": 2}}
 
 
 def of(data: dict[str, Any]) -> str:
