@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+from collections.abc import Iterator
 from typing import Any
 
 from aiohttp import web
@@ -11,6 +13,7 @@ from aiohttp import web
 from opentinker.services.scheduler.http.errors import body_read, parse_json, read_json
 from opentinker.shared.data import bounded_toml
 from opentinker.shared.types.errors import SpecError
+from opentinker.shared.types.mistakes import mistake
 
 TOML = "application/toml"
 JSON = ("application/json", "application/octet-stream", "application/x-www-form-urlencoded", "text/plain")
@@ -41,7 +44,17 @@ def _toml(raw: bytes) -> Any:
     """Parse TOML into the data that the same spec in JSON would give. Raises SpecError."""
     try:
         data = bounded_toml.loads(raw.decode(), MOST_TOML)
-        plain = json.dumps(data, allow_nan=False, default=str)  # dates are texts
     except ValueError as error:
         raise SpecError.of("(body)", None, f"invalid TOML: {error}") from None
-    return parse_json(plain.encode())
+    if infinite := [mistake(place, str(number), "must be a finite number") for place, number in _infinite(data)]:
+        raise SpecError(infinite)
+    return parse_json(json.dumps(data, default=str).encode())  # dates are texts
+
+
+def _infinite(value: Any, place: str = "") -> Iterator[tuple[str, float]]:
+    """Yield the places of numbers that JSON does not have."""
+    if isinstance(value, float) and not math.isfinite(value):
+        yield place, value
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, part in inner:
+        yield from _infinite(part, f"{place}.{name}" if place else str(name))
