@@ -50,6 +50,8 @@ class SeatMap:
         players: list[Player] = [*policies, *urls]
         self._players = {player.name: player for player in players}
         self._rotates = spec.match is not None and spec.match.rotate
+        self._opponent: SeatSpec | None = None
+        """In an evaluation, whom the policy is evaluated against."""
         self.first = policies[0]
 
     @classmethod
@@ -65,7 +67,9 @@ class SeatMap:
 
     def opposed(self, policy: str, opponent: SeatSpec, place: int) -> SeatMap:
         """Return the seats of an evaluation of a policy, see `shared.spec.matches.seats.opposed`."""
-        return self._with(opposed(self._seats, policy, opponent, place))
+        changed = self._with(opposed(self._seats, policy, opponent, place))
+        changed._opponent = opponent
+        return changed
 
     def against(self, members: Mapping[str, LoadedPolicy]) -> SeatMap:
         """Return the seats of a group that meets these members, by pool."""
@@ -95,9 +99,13 @@ class SeatMap:
         return None if player.player is None else self._players[player.player]
 
     def split_seats(self, policy: str, seats: Iterable[str]) -> tuple[list[str], list[str]]:
-        """Return which of these seats the policy plays, and which others do."""
+        """Return which of these seats the policy plays, and which its opponents do: all others or, in an evaluation
+        against one opponent, those that it has taken."""
         own = {seat for seat in seats if (player := self.at(seat)) is not None and player.name == policy}
-        return [seat for seat in seats if seat in own], [seat for seat in seats if seat not in own]
+        others = [seat for seat in seats if seat not in own]
+        if self._opponent is not None:
+            others = [seat for seat in others if player_at(self._seats, seat) is self._opponent]
+        return [seat for seat in seats if seat in own], others
 
     def has_others(self, policy: str) -> bool:
         """Return whether anybody but the policy plays a seat."""

@@ -4,13 +4,15 @@ weights, greedy by default."""
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
 from opentinker.shared.spec.base import SpecPart, Steps, Tokens
 from opentinker.shared.spec.matches.pools import PoolName
-from opentinker.shared.spec.matches.seats import MODEL_NAME_CHARACTERS, PLAYERS, PolicyName, SeatSpec
+from opentinker.shared.spec.matches.seat_lists import list_of
+from opentinker.shared.spec.matches.seats import MODEL_NAME_CHARACTERS, PLAYERS, PolicyName, SeatSpec, player_at
 from opentinker.shared.spec.serving import nothing_trained
 from opentinker.shared.types.match_results import BOT
 from opentinker.shared.types.mistakes import Mistake, mistake, unused
@@ -128,9 +130,10 @@ class ValidationSpec(EvaluationSpec):
     config: dict[str, Any] = {}
     """Overrides of environment.config, e.g. {"split" = "test"}."""
     against: Annotated[list[OpponentSpec], Field(max_length=MAX_OPPONENTS)] = []
-    """Opponents, each of which plays all `episodes` from the same start states. It takes the seats that the policy does
-    not play; a policy that plays every seat takes one at a time, in turn. Gives val/winrate/OPPONENT and, from all
-    opponents but policies, val/rating. By default an evaluation is played by those that [seats] names."""
+    """Opponents, each of which plays all `episodes` from the same start states. It takes the seats of other policies
+    and pools, else all that the policy does not play; a policy that plays every seat takes one at a time, in turn. Gives
+    val/winrate/OPPONENT and, from all opponents but policies, val/rating. By default an evaluation is played by those
+    that [seats] names."""
     timeout_s: Annotated[float, Field(gt=0.0, le=604_800.0)] = 600.0
     """Time limit, after which an evaluation ends with its finished episodes and reports the missing ones."""
 
@@ -214,6 +217,32 @@ def _opponent_mistakes(spec: JobSpec, validation: ValidationSpec) -> list[dict[s
     if validation.against and problem:
         found.append(mistake("validation.against", len(validation.against), problem))
     return found
+
+
+def ambiguous_opponents(spec: JobSpec, there: Sequence[str]) -> list[Mistake]:
+    """Return a mistake if a policy plays several seats, not as a team, and fixed players all others: an opponent would
+    take those, such as a judge's, and the policy play against itself. Not a part of `parse_spec`: such jobs were
+    accepted once. `there`: the environment's seats; empty: not known. Blocking, as `mistakes_in_seats`."""
+    validation = spec.validation
+    if validation is None or not validation.against:
+        return []
+    players = {seat: player_at(spec.seats, seat) for seat in there or spec.seats}
+    tables = {name: own.algorithm for name, own in spec.policies.items()} or {"": spec.algorithm}
+    for name, algorithm in tables.items():
+        mine = [seat for seat, player in players.items() if (player.policy if player else "") == name]
+        others = {seat: player for seat, player in players.items() if seat not in mine}
+        teams = {list_of(algorithm.team or {}, seat) for seat in mine}
+        is_team = len(teams) == 1 and None not in teams
+        is_fixed = all(player is not None and not player.policy and not player.pool for player in others.values())
+        if len(mine) > 1 and others and is_fixed and not is_team and validation.opponents_of(name):
+            who = f"policy {name!r}" if name else "the policy"
+            problem = (
+                f"would take {', '.join(map(repr, others))}, while {who} plays {', '.join(map(repr, mine))} against "
+                "itself. Give the opponent's seat to a policy of its own or a pool, or, if these are a team, say so "
+                "with algorithm.team"
+            )
+            return [mistake("validation.against", len(validation.against), problem)]
+    return []
 
 
 def _drawn_by_toy(spec: JobSpec, part: str, exam: EvaluationSpec) -> list[dict[str, Any]]:

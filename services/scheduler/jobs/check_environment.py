@@ -16,7 +16,7 @@ from opentinker.shared.messaging.bus import NoReply, NoResponders
 from opentinker.shared.messaging.subjects import ENV_CHECK, SANDBOX_CHECK, SERVED_CHECK
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import EnvironmentSpec, JobSpec, ValidationSpec
-from opentinker.shared.spec.evaluation import validation_episodes
+from opentinker.shared.spec.evaluation import ambiguous_opponents, validation_episodes
 from opentinker.shared.spec.matches.seats import SeatTable, bots_of, mistakes_in_seats, opposed
 from opentinker.shared.spec.tree_sampling import is_tree
 from opentinker.shared.types.codec import WireError
@@ -64,24 +64,32 @@ async def check_environment(
             return EnvironmentCheck(mistakes=error.mistakes)
         check = msgspec.structs.replace(check, name=str(exact), isolation="sandbox")
     reply = await ask(ctx, check, tenant)
-    answered, mistakes = reply is not None, reply.errors if reply is not None else []
-    if reply is not None and table is not None:
-        mistakes = mistakes + await _of_seats(ctx, check, table, reply, tenant)
-    if answered and not mistakes and spec is not None and spec.validation is not None:
-        mistakes = await _of_evaluations(ctx, check, spec, spec.validation, tenant)
-    return EnvironmentCheck(check, answered, mistakes)
+    if reply is None:
+        return EnvironmentCheck(check)
+    mistakes, seats = reply.errors, reply.seats
+    if table is not None:
+        wrong, seats = await _of_seats(ctx, check, table, reply, tenant)
+        mistakes = mistakes + wrong
+    if spec is not None and spec.validation is not None:
+        mistakes = mistakes + await _of_evaluations(ctx, check, spec, spec.validation, mistakes, tenant)
+        if not any(mistake["field"].startswith("seats") for mistake in mistakes):
+            mistakes = mistakes + await asyncio.to_thread(ambiguous_opponents, spec, seats)
+    return EnvironmentCheck(check, True, mistakes)
 
 
-async def _of_seats(ctx: Context, check: EnvCheck, table: SeatTable, reply: EnvCheckReply, tenant: str) -> Mistakes:
-    """Compare [seats] with those of the environment, also if bots of [seats] are wrong. `reply`: to the check."""
+async def _of_seats(
+    ctx: Context, check: EnvCheck, table: SeatTable, reply: EnvCheckReply, tenant: str
+) -> tuple[Mistakes, list[str]]:
+    """Compare [seats] with those of the environment, which are returned too, also if bots of [seats] are wrong.
+    `reply`: to the check."""
     wrong = {one["field"] for one in reply.errors}
     if wrong and check.bots and all(field.startswith("seats") for field in wrong):
         without_bots = await ask(ctx, msgspec.structs.replace(check, bots={}), tenant)
         reply = reply if without_bots is None else without_bots
     if not reply.seats:
-        return []
+        return [], []
     found = await asyncio.to_thread(mistakes_in_seats, table, reply.seats)
-    return [one for one in found if one["field"] not in wrong]
+    return [one for one in found if one["field"] not in wrong], reply.seats
 
 
 async def gone(ctx: Context, check: EnvCheck, tenant: str) -> Mistakes:
@@ -109,25 +117,41 @@ async def describe(ctx: Context, name: str, tenant: str) -> EnvAbout:
 
 
 async def _of_evaluations(
-    ctx: Context, check: EnvCheck, spec: JobSpec, validation: ValidationSpec, tenant: str
+    ctx: Context, check: EnvCheck, spec: JobSpec, validation: ValidationSpec, known: Mistakes, tenant: str
 ) -> Mistakes:
-    """Check the config overrides of evaluations, and the bots that they are played against."""
+    """Check the config overrides of evaluations, and the bots that they are played against. `known`: mistakes in the
+    environment and [seats], which are not reported again."""
+    fields = {one["field"] for one in known}
+    if "environment.name" in fields:
+        return []
     found: Mistakes = []
     own = msgspec.structs.replace(check, config=validation_episodes(spec).environment.config, tools=[])
     if validation.config:
-        reply = await ask(ctx, own, tenant)
-        found = [] if reply is None else reply.errors
-        found = [{**m, "field": m["field"].replace("environment.config", "validation.config", 1)} for m in found]
-    for place, opponent in enumerate(validation.against if not found else []):
+        has_wrong_seats = any(field.startswith("seats") for field in fields)
+        reply = await ask(ctx, msgspec.structs.replace(own, bots={}) if has_wrong_seats else own, tenant)
+        wrong = [] if reply is None else [one for one in reply.errors if not _is_inherited(one, validation, known)]
+        fields |= {one["field"] for one in wrong}
+        found = [{**m, "field": m["field"].replace("environment.config", "validation.config", 1)} for m in wrong]
+    for place, opponent in enumerate(validation.against):
         if opponent.bot is None:
             continue
         policy = next(iter(spec.policies), "")
         seats = bots_of(opposed(spec.seats, policy, opponent))
+        theirs = {f"seats.{seat}.bot" for seat, bot in seats.items() if bot == opponent.bot}
         reply = await ask(ctx, msgspec.structs.replace(own, bots=seats), tenant)
-        problems = {m["problem"] for m in ([] if reply is None else reply.errors)}
+        errors = [] if reply is None else reply.errors
+        problems = {m["problem"] for m in errors if m["field"] in theirs or m["field"] not in fields}
         at = f"validation.against.{place}.bot"
         found += [{"field": at, "value": opponent.metric_name, "problem": problem} for problem in sorted(problems)]
     return found
+
+
+def _is_inherited(one: dict[str, Any], validation: ValidationSpec, known: Mistakes) -> bool:
+    """Return whether a mistake in the config of evaluations is one of `known`, in a setting that they do not
+    override."""
+    setting = one["field"].removeprefix("environment.config.").partition(".")[0]
+    said = {(other["field"], other["problem"]) for other in known}
+    return setting not in validation.config and (one["field"], one["problem"]) in said
 
 
 async def ask(ctx: Context, check: EnvCheck, tenant: str) -> EnvCheckReply | None:

@@ -6,12 +6,15 @@ when its ticket is issued.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
+from opentinker.shared.spec.algorithm_parts import TREE_SAMPLED
 from opentinker.shared.spec.base import Fraction, SpecPart, Steps
+from opentinker.shared.spec.matches.schedules import rule_of
 from opentinker.shared.types.mistakes import Mistake, mistake
 
 if TYPE_CHECKING:
@@ -24,6 +27,7 @@ PoolName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,31}$")]
 MAX_POOLS = 8
 MAX_MEMBERS = 100
 MAX_STRETCH = 10_000
+ALONE = "the pool would never get a member beyond the initial weights"
 
 
 class PoolSpec(SpecPart):
@@ -99,13 +103,34 @@ def _policy_mistakes(spec: JobSpec, name: str, pool: PoolSpec) -> list[Mistake]:
         known = f"its policies are: {known}" if known else "it has no [policies]: leave it out"
         return [mistake(f"pools.{name}.policy", pool.policy, f"is not a policy of this job; {known}")]
     steps = (spec.policies[pool.policy] if pool.policy else spec).train.steps
-    alone = "the pool would never get a member beyond the initial weights"
     found = []
     if pool.every >= steps:
-        found.append(mistake(f"pools.{name}.every", pool.every, f"must be below train.steps = {steps}: {alone}"))
+        found.append(mistake(f"pools.{name}.every", pool.every, f"must be below train.steps = {steps}: {ALONE}"))
     if pool.add_if == 1.0:
-        problem = f"must be below 1, which no win rate reaches, because each has one more game that was drawn: {alone}"
+        problem = f"must be below 1, which no win rate reaches, because each has one more game that was drawn: {ALONE}"
         found.append(mistake(f"pools.{name}.add_if", pool.add_if, problem))
+    return found
+
+
+def unreachable_pools(spec: JobSpec) -> list[Mistake]:
+    """Return the pools whose `add_if` is above every possible win rate. Not a part of `parse_spec`: such jobs were
+    accepted once."""
+    found = []
+    for name, pool in spec.pools.items():
+        own = spec.policies[pool.policy] if pool.policy else spec
+        algorithm = own.algorithm
+        if pool.add_if is None or algorithm.drop_zero_variance:  # games of discarded groups count too
+            continue
+        size = 1 if algorithm.advantage == TREE_SAMPLED else algorithm.group_size
+        games = pool.every * rule_of(spec).growth * algorithm.groups_per_batch * size
+        recent = 2 * games * (1 - 0.5 ** ((own.train.steps - 1) // pool.every))
+        best = (recent + 0.5) / (recent + 1)
+        if pool.add_if > best:
+            problem = (
+                f"is never reached: with {games} games between two candidates, of which earlier ones count less and "
+                f"less, and one more that was drawn, the win rate is at most {math.floor(best * 1e4) / 1e4:g}: {ALONE}"
+            )
+            found.append(mistake(f"pools.{name}.add_if", pool.add_if, problem))
     return found
 
 

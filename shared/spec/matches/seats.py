@@ -308,12 +308,15 @@ def rotated(seats: Sequence[str], players: Sequence[SeatSpec], by: int) -> dict[
 
 
 def opposed(seats: Mapping[str, SeatSpec], policy: str, opponent: SeatSpec, place: int = 0) -> dict[str, SeatSpec]:
-    """Return the players of an evaluation of a policy: the opponent takes every seat of [seats] that it does not play.
-    A policy that plays all of them keeps one, by `place`."""
+    """Return the players of an evaluation of a policy: the opponent takes the seats of other policies and of pools and,
+    where there are none, every seat that the policy does not play. A policy that plays all of them keeps one, by
+    `place`."""
     mine = [seat for seat, player in seats.items() if policy and player.policy == policy]
     if len(mine) == len(seats):
         mine = [mine[place % len(mine)]]
-    return {seat: player if seat in mine else opponent for seat, player in seats.items()}
+    others = [seat for seat in seats if seat not in mine]
+    changing = [seat for seat in others if seats[seat].policy is not None or seats[seat].pool is not None]
+    return {seat: opponent if seat in (changing or others) else player for seat, player in seats.items()}
 
 
 def seat_mistakes(spec: JobSpec) -> list[Mistake]:

@@ -7,6 +7,8 @@ from opentinker.shared.data.dry_run import check, model, prompt, rows
 from opentinker.shared.data.dry_run_policies import of_policies, policies
 from opentinker.shared.messaging.reply_validation import known_seats
 from opentinker.shared.spec import JobSpec
+from opentinker.shared.spec.evaluation import ambiguous_opponents
+from opentinker.shared.spec.matches.pools import unreachable_pools
 from opentinker.shared.spec.matches.seats import SeatTable, mistakes_in_seats
 from opentinker.shared.types.core import Message
 from opentinker.shared.types.errors import described, plural
@@ -20,6 +22,7 @@ PROGRAMS = ("agent_program", "verifiers", "openenv", "ors", "miniwob", "phone_pa
 async def inspect(spec: JobSpec) -> list[Check]:
     """Return each check: name, finding, result (ok | note | bad), hint."""
     checks = [*of_policies(spec, model), *policies(spec)]
+    checks += [check("pools", described(mistake), "bad") for mistake in unreachable_pools(spec)]
     messages: list[Message] = []
     if spec.environment.name:
         found, messages = await episode(spec)
@@ -47,7 +50,8 @@ async def episode(spec: JobSpec) -> tuple[list[Check], list[Message]]:
         return [check("episode", tried.failure, "bad", f"opentinker env check {name} plays it alone")], []
     rewards = ", ".join(f"{reward:g}" for reward in tried.rewards.values())
     first = tried.replies[0].prompts[0].messages
-    wrong = mistakes_in_seats(SeatTable.of(spec), known_seats(tried.seats)) if spec.seats else []
+    there = known_seats(tried.seats)
+    wrong = (mistakes_in_seats(SeatTable.of(spec), there) or ambiguous_opponents(spec, there)) if spec.seats else []
     seats = [check("seats", described(mistake), "bad") for mistake in wrong]
     played = f"{plural(len(first), 'message')}, {plural(len(tried.turns), 'turn')} of guessing, reward {rewards or 0}"
     return [*seats, check("episode", played)], first

@@ -70,6 +70,51 @@ async def test_mistakes_of_seats_policies_groups_and_pools_are_reported_at_once(
 
 
 @pytest.mark.usefixtures("_env_worker")
+async def test_mistakes_of_evaluations_are_reported_with_those_of_seats_and_of_the_environment(
+    client: AsyncClient,
+) -> None:
+    validation = {"every": 5, "config": {"rounds": 99}, "against": [{"bot": "wise"}, {"bot": "random"}]}
+    spec = spec_of() | {
+        "environment": {"name": "debate", "config": {"digits": 99}},
+        "policies": {"alice": {}, "bob": {}},
+        "seats": {"first": "alice", "secnd": "bob", "judge": {"bot": "perfect"}},
+        "validation": validation,
+    }
+    at = "validation.against.0.bot"
+    found = await refused(client, spec)
+    assert found.keys() == {"environment.config.digits", "validation.config.rounds", at}
+    assert found[at].startswith("Debate has no bot 'wise'")
+    spec["environment"]["config"] = {}
+    assert (await refused(client, spec)).keys() == {"seats.secnd", "validation.config.rounds", at}
+    spec["seats"] = {"first": "alice", "second": "bob", "judge": {"bot": "wise"}}
+    found = await refused(client, spec)
+    assert found.keys() == {"seats.judge.bot", "validation.config.rounds", at}
+    validation["config"] = {"digits": 99}
+    spec["environment"]["config"] = {"digits": 99}
+    found = await refused(client, spec)
+    assert {"validation.config.digits", at} <= found.keys(), "evaluations are wrong there by themselves"
+
+
+@pytest.mark.usefixtures("_env_worker")
+async def test_evaluations_and_pools_that_could_not_work_are_refused_at_submission(client: AsyncClient) -> None:
+    spec = spec_of() | {
+        "environment": {"name": "debate"},
+        "algorithm": {"group_size": 2, "groups_per_batch": 1},
+        "policies": {"alice": {}},
+        "seats": {"first": "alice", "second": "alice", "judge": {"bot": "perfect"}},
+        "validation": {"every": 5, "against": [{"bot": "random"}]},
+    }
+    found = await refused(client, spec)
+    assert "would take 'judge'" in found["validation.against"] and len(found) == 1
+    spec["seats"] = spec["seats"] | {"second": {"pool": "past"}}
+    spec["pools"] = {"past": {"policy": "alice", "every": 1, "add_if": 0.999}}
+    found = await refused(client, spec)
+    assert "the win rate is at most 0.875" in found["pools.past.add_if"] and len(found) == 1
+    spec["pools"]["past"]["add_if"] = 0.8
+    assert (await client.submit(spec))["id"]
+
+
+@pytest.mark.usefixtures("_env_worker")
 async def test_a_seat_that_is_wrong_in_itself_is_not_also_called_absent(client: AsyncClient) -> None:
     spec = spec_of() | {
         "policies": {"speaker": {}, "listener": {}},

@@ -60,6 +60,20 @@ def test_a_policy_that_plays_alone_has_no_outcome() -> None:
     assert outcome_of(episode, "a") is None
 
 
+def test_a_judge_that_keeps_its_seat_is_nobody_s_opponent() -> None:
+    against = [{"bot": "random"}]
+    seats = {"first": "a", "second": "b", "judge": {"bot": "perfect"}}
+    spec = parse_spec({**GAME, "environment": {"name": "debate"}, "seats": seats,
+                       "validation": {"every": 5, "against": against}})  # fmt: skip
+    assert spec.validation is not None
+    (random,) = spec.validation.opponents_of("a")
+    played = SeatMap(spec, loaded(spec)).opposed("a", random, 0)
+    assert played.bots == {"first": "", "second": "random", "judge": "perfect"}
+    for rewards, outcome in (((0.0, 0.0, 1.0), 0.5), ((-1.0, 1.0, -9.0), 0.0), ((1.0, -1.0, 9.0), 1.0)):
+        episode: Any = SimpleNamespace(rewards=dict(zip(seats, rewards, strict=True)), seats=played)
+        assert outcome_of(episode, "a") == outcome
+
+
 def test_kept_episodes_are_shared_among_opponents() -> None:
     against = [{"bot": "random"}, {"bot": "equilibrium"}]
     spec = parse_spec({**GAME, "validation": {"every": 5, "episodes": 100, "transcripts": 8, "against": against}})

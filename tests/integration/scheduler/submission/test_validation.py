@@ -56,6 +56,23 @@ async def test_seats_that_the_environment_does_not_have_are_found_without_a_serv
     assert "did you mean 'speaker'?" in seats["found"]
 
 
+async def test_pools_and_opponents_that_could_not_work_are_found_without_a_server(tiny: Path) -> None:
+    pool = {"pool": {"policy": "speaker", "every": 23, "add_if": 0.999}}
+    checks = await validate_local.inspect(
+        game_of(tiny, seats={"speaker": "speaker", "*": {"pool": "pool"}}, policies={"speaker": {}}, pools=pool)
+    )
+    (pools,) = (check for check in checks if check["what"] == "pools")
+    assert pools["result"] == "bad" and "pools.pool.add_if" in pools["found"] and "184 games" in pools["found"]
+    debate: dict[str, Any] = {
+        "environment": {"name": "debate"},
+        "policies": {"p": {}},
+        "seats": {"first": "p", "second": "p", "judge": {"bot": "perfect"}},
+        "validation": {"every": 5, "against": [{"bot": "random"}]},
+    }
+    (seats,) = (one for one in await validate_local.inspect(game_of(tiny, **debate)) if one["what"] == "seats")
+    assert seats["result"] == "bad" and "would take 'judge'" in seats["found"]
+
+
 async def test_of_several_policies_each_has_its_model_its_training_and_its_memory_looked_at(
     tiny: Path, tmp_path: Path
 ) -> None:

@@ -337,10 +337,12 @@ async def test_group_that_cannot_be_decoded_is_discarded_and_replaced(ctx: Conte
     assert (failure["event"], failure["group"], failure["reason"]) == ("group_rejected", 3, "invalid")
 
 
-async def test_what_a_resting_policy_discarded_after_its_checkpoint_stays_in_the_books(ctx: Context) -> None:
+async def test_what_a_resting_policy_discarded_after_its_checkpoint_stays_in_the_books(
+    ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = await prepare(ctx)
     admission = Admission(ctx.store.redis, JOB)
-    job.joint.rests = lambda policy: job.step == 2  # type: ignore[method-assign]
+    monkeypatch.setattr(job.joint, "rests", lambda _: job.step == 2)
 
     async def resting() -> int:
         return (await admission.ledger()).discarded.get("resting", 0)

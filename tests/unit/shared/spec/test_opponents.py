@@ -8,6 +8,7 @@ import pytest
 
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.spec.engines import engine_policies
+from opentinker.shared.spec.evaluation import ambiguous_opponents
 from opentinker.shared.spec.matches.policies import frozen_spec_of
 from opentinker.shared.spec.matches.seats import MAX_POLICIES, all_players, urls_in
 from tests.unit.shared.spec.signalling_job import BASE, refused
@@ -117,3 +118,39 @@ def test_opponents_contradict_seats_and_settings() -> None:
     assert found.keys() == {"seats"} and f"{MAX_POLICIES} may play" in found["seats"]
     exact = {"train": {"steps": 1, "deterministic": True}, "algorithm": {"max_staleness": 0}}
     assert "nothing fixes what it answers" in refused(**validation(URL), **exact)["validation.against.0.url"]
+
+
+@pytest.mark.parametrize(
+    ("seats", "team", "refused"),
+    [
+        ({"first": "speaker", "second": "speaker", "judge": FROZEN}, {}, True),
+        ({"first": "speaker", "second": "speaker", "judge": FROZEN}, {"debaters": ["first", "second"]}, False),
+        ({"first": "speaker", "second": "speaker", "judge": FROZEN}, {"some": ["first", "judge"]}, True),
+        ({"first": "speaker", "second": "speaker", "judge": {"bot": "random"}}, {}, True),
+        ({"*": "speaker", "judge": URL}, {}, True),
+        ({"*": "speaker"}, {}, False),
+        ({"first": "speaker", "second": {"pool": "past"}, "judge": FROZEN}, {}, False),
+        ({"first": "speaker", "second": FROZEN, "judge": {"bot": "random"}}, {}, False),
+    ],
+)
+def test_a_policy_that_plays_itself_before_a_judge_has_no_seat_for_an_opponent(
+    seats: dict[str, Any], team: dict[str, list[str]], refused: bool
+) -> None:
+    pools = {"pools": {"past": {"policy": "speaker", "every": 5}}} if {"pool": "past"} in seats.values() else {}
+    against = validation({"bot": "random"}, {"bot": "perfect"})
+    own = {"speaker": {"algorithm": {"team": team}} if team else {}}
+    spec = parse_spec({**BASE, **pools, **({} if "*" in seats and len(seats) == 1 else against), "policies": own,
+                       "seats": seats, "environment": {"name": "debate"}})  # fmt: skip
+    found = ambiguous_opponents(spec, ["first", "second", "judge"])
+    assert [one["field"] for one in found] == ["validation.against"] * refused
+    if refused:
+        assert (
+            "would take 'judge', while policy 'speaker' plays 'first', 'second' against itself" in found[0]["problem"]
+        )
+
+
+def test_the_job_s_one_policy_plays_the_seats_that_are_not_named() -> None:
+    alone = {name: value for name, value in BASE.items() if name != "policies"}
+    spec = parse_spec({**alone, **validation({"bot": "random"}), "seats": {"judge": FROZEN}})
+    assert len(ambiguous_opponents(spec, ["first", "second", "judge"])) == 1
+    assert ambiguous_opponents(spec, ["first", "judge"]) == ambiguous_opponents(spec, []) == []

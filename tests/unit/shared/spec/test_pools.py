@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +13,11 @@ import pytest
 from opentinker.sdk.evaluation_spec import evaluation_of
 from opentinker.sdk.http import ApiError
 from opentinker.services.rollout_worker.seat_map import LoadedPolicy, SeatMap
+from opentinker.shared.evaluation.pool_draws import win_rate
 from opentinker.shared.spec import parse_spec
 from opentinker.shared.spec.engines import engines
 from opentinker.shared.spec.matches.policies import pool_spec_of
-from opentinker.shared.spec.matches.pools import MAX_POOLS, pool_player, pools_in, pools_of
+from opentinker.shared.spec.matches.pools import MAX_POOLS, pool_player, pools_in, pools_of, unreachable_pools
 from opentinker.shared.types.core import WeightVersion
 from opentinker.shared.types.errors import SpecError
 from opentinker.shared.types.match_results import IdleSeat, Opponent
@@ -105,6 +107,37 @@ def test_what_cannot_be_is_refused(changes: dict[str, Any], field: str, problem:
     found = refused(**changes)
     assert field in found, found
     assert re.search(problem, found[field]), found
+
+
+def best_rate(games: int, candidates: int) -> float:
+    """The win rate at the last of these candidates if the policy has won every game."""
+    recent = rate = 0.0
+    for _ in range(candidates):
+        recent += games
+        rate = win_rate(recent, 0, 0)
+        recent /= 2
+    return rate
+
+
+@pytest.mark.parametrize(("every", "steps", "size", "batch"), [(1, 100, 2, 1), (10, 15, 2, 1), (3, 12, 4, 2)])
+def test_a_pool_that_no_win_rate_would_let_grow_is_named(every: int, steps: int, size: int, batch: int) -> None:
+    best = best_rate(every * size * batch, (steps - 1) // every)
+
+    def found(add_if: float, **algorithm: Any) -> list[dict[str, Any]]:
+        changes = {
+            "train": {"steps": steps, "learner": "torch"},
+            "algorithm": {"group_size": size, "groups_per_batch": batch, **algorithm},
+            "pools": {"past": {"every": every, "add_if": add_if}},
+        }
+        return unreachable_pools(parse_spec({**BASE, **changes}))  # stored specs must still be read
+
+    assert found(best) == found(0.5) == []
+    (one,) = found(math.nextafter(best, 2) + 1e-12)
+    assert one["field"] == "pools.past.add_if" and "never get a member" in one["problem"]
+    assert f"{every * size * batch} games" in one["problem"]
+    assert found(0.999, drop_zero_variance=True) == [], "games of discarded groups count as well"
+    assert found(best_rate(every * batch, (steps - 1) // every), name="at_grpo") == []
+    assert found(best, name="at_grpo") != [], "a tree is one game"
 
 
 def test_a_pool_belongs_to_training() -> None:

@@ -54,13 +54,21 @@ def test_rotation_gives_every_policy_every_seat_equally_often() -> None:
 
 def test_an_opponent_takes_the_seats_that_the_policy_does_not_play() -> None:
     bot, other = OpponentSpec(bot="random"), OpponentSpec(policy="b")
-    players = {**seats(x="a", y="b"), "z": SeatSpec(bot="dealer")}
-    assert opposed(players, "a", bot) == {"x": SeatSpec(policy="a"), "y": bot, "z": bot}
     assert opposed(seats(x="a", y="b"), "a", other) == {"x": SeatSpec(policy="a"), "y": other}
     alone = [opposed(seats(x="a", y="a"), "a", bot, place) for place in (0, 1, 2)]
     assert [[seat for seat, player in found.items() if player.policy] for found in alone] == [["x"], ["y"], ["x"]]
     nameless = {"y": SeatSpec(bot="dealer")}
     assert opposed(nameless, "", bot) == {"y": bot}, "the job's policy plays what is not named"
+    fixed = {**seats(x="a"), "y": SeatSpec(bot="dealer"), "z": SeatSpec(frozen="j-0123456789@1")}
+    assert opposed(fixed, "a", bot) == {"x": SeatSpec(policy="a"), "y": bot, "z": bot}
+
+
+@pytest.mark.parametrize("other", [SeatSpec(policy="b"), SeatSpec(pool="past")])
+def test_fixed_players_keep_their_seats_where_the_opponent_has_others(other: SeatSpec) -> None:
+    bot = OpponentSpec(bot="random")
+    for judge in (SeatSpec(bot="dealer"), SeatSpec(frozen="j-0123456789@1")):
+        players = {**seats(x="a"), "y": other, "judge": judge}
+        assert opposed(players, "a", bot) == {"x": SeatSpec(policy="a"), "y": bot, "judge": judge}
 
 
 def test_no_policy_is_evaluated_against_itself() -> None:
