@@ -131,9 +131,9 @@ class ValidationSpec(EvaluationSpec):
     """Overrides of environment.config, e.g. {"split" = "test"}."""
     against: Annotated[list[OpponentSpec], Field(max_length=MAX_OPPONENTS)] = []
     """Opponents, each of which plays all `episodes` from the same start states. It takes the seats of other policies
-    and pools, else all that the policy does not play; a policy that plays every seat takes one at a time, in turn. Gives
-    val/winrate/OPPONENT and, from all opponents but policies, val/rating. By default an evaluation is played by those
-    that [seats] names."""
+    and pools, else all that the policy does not play; a policy that plays every seat takes one at a time, in turn.
+    Gives val/winrate/OPPONENT and, from all opponents but policies, val/rating. By default an evaluation is played by
+    those that [seats] names."""
     timeout_s: Annotated[float, Field(gt=0.0, le=604_800.0)] = 600.0
     """Time limit, after which an evaluation ends with its finished episodes and reports the missing ones."""
 
