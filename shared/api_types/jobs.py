@@ -223,11 +223,11 @@ class JobEstimate(TypedDict):
     """Time and cost of a job or a sweep, estimated from earlier jobs like it; else simulated, or by round figures."""
 
     jobs: int
-    """More than one of a sweep."""
+    """More than one of a sweep: as many as its budgets allow."""
     steps: int
-    """Steps of each job; eval jobs: episodes."""
+    """Steps of each job; eval jobs: episodes. Of a sweep the mean over its combinations."""
     seconds: float
-    """Duration of each job, from when it runs: the median of `like`."""
+    """Duration of each job, from when it runs: the median of `like`. Of a sweep the mean over its combinations."""
     seconds_low: float
     """By the fastest of `like`; the same as `seconds` without several."""
     seconds_high: float

@@ -40,7 +40,7 @@ async def trained(store: Store, *, start: str = "", **changes: Any) -> str:
     return await new_job(store, **{"model": {"base": BASE}, "train": {"steps": 3}, **origin, **changes})
 
 
-async def evaluated(store: Store, checkpoint: str, exact: float, *, split: str = "", **values: float) -> str:
+async def evaluated(store: Store, checkpoint: str, exact: float, split: str = "", /, **values: float) -> str:
     """An eval job that played a checkpoint. `split`: of the environment's config."""
     environment = {"name": "bandit", "config": {"split": split} if split else {}}
     spec: dict[str, Any] = {"kind": "eval", "name": "look", "model": {"base": BASE}, "environment": environment}

@@ -26,6 +26,7 @@ from opentinker.services.scheduler.jobs.submit import Mistakes, check_references
 from opentinker.services.scheduler.placement import forecast
 from opentinker.services.scheduler.placement.estimate import estimate, measured_beside
 from opentinker.services.scheduler.sweeps.submission import checked_sweep
+from opentinker.services.scheduler.sweeps.sweep_estimate import estimate_sweep
 from opentinker.shared import api_types
 from opentinker.shared.api_types import Check, JobEstimate, Mistake, Said, Validation
 from opentinker.shared.data import dry_run
@@ -100,18 +101,22 @@ async def report_on(ctx: Context, data: Any, tenant: str, scope: str = "all") ->
     checks.insert(0, named)
     placed = await _placed(ctx, spec)
     checks += await forecast.forecast_start(ctx, placed, tenant)
-    jobs = 1 if sweep is None else sweep.most_jobs
-    if sweep is not None:
-        checks.insert(1, check("sweep", f"{sweep.size}; the checks below are for the first one"))
-    return _report([], checks, messages, await _estimate(ctx, spec, placed, tenant, jobs))
+    if sweep is None:
+        return _report([], checks, messages, await _estimate(ctx, spec, placed, tenant))
+    checks.insert(1, check("sweep", f"{sweep.size}; the checks below are for the first one"))
+
+    async def of_job(one: JobSpec) -> JobEstimate | None:
+        return await _estimate(ctx, one, await _placed(ctx, one), tenant)
+
+    return _report([], checks, messages, await estimate_sweep(ctx.settings, sweep, of_job))
 
 
-async def _estimate(ctx: Context, spec: JobSpec, placed: JobSpec, tenant: str, jobs: int) -> JobEstimate | None:
+async def _estimate(ctx: Context, spec: JobSpec, placed: JobSpec, tenant: str) -> JobEstimate | None:
     steps = await on_disk(ctx, planned_steps, placed)
-    if found := await estimate(ctx, spec, steps, tenant, jobs):
+    if found := await estimate(ctx, spec, steps, tenant):
         return found
     measured = await measured_beside(ctx, spec, tenant)
-    return await on_disk(ctx, rough_estimate, ctx.settings, placed, jobs, steps, measured)
+    return await on_disk(ctx, rough_estimate, ctx.settings, placed, steps, measured)
 
 
 async def _placed(ctx: Context, spec: JobSpec) -> JobSpec:

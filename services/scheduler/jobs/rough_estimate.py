@@ -48,9 +48,9 @@ class _Phases(NamedTuple):
 
 
 def rough_estimate(
-    settings: Settings, spec: JobSpec, jobs: int, steps: int, measured: Sequence[Measured] = ()
+    settings: Settings, spec: JobSpec, steps: int, measured: Sequence[Measured] = ()
 ) -> JobEstimate | None:
-    """Return what `jobs` jobs of this spec take, each of so many steps; None for a job without an end, partly simulated
+    """Return what a job of this spec takes, of so many steps; None for a job without an end, partly simulated
     without durations, simulated with several policies, or with a model of unknown size. `like` is empty. Blocking.
 
     `measured`: earlier jobs of its kind, of any model; the result is as much longer as they took longer than this.
@@ -59,19 +59,19 @@ def rough_estimate(
         return None
     if _is_simulated(spec):
         step_s = _simulated_episode_s(spec, steps) if spec.kind == "eval" else _simulated_step_s(spec)
-        return None if step_s is None else _estimate(settings, spec, jobs, steps, step_s * steps, SIMULATED)
+        return None if step_s is None else _estimate(settings, spec, steps, step_s * steps, SIMULATED)
     found = _step(spec, steps)
     if found is None:
         return None
     ratios = sorted(_ratios(measured))
     seconds = found.seconds * steps
     if not ratios:
-        return _estimate(settings, spec, jobs, steps, seconds, found.basis)
+        return _estimate(settings, spec, steps, seconds, found.basis)
     factor, low, high = median(ratios), ratios[0], ratios[-1]
     took = f"{low:.3g}" if len(ratios) == 1 else f"{low:.3g} to {high:.3g}"
     others = f"{plural(len(ratios), 'other job')} of its kind took {took} times as long as by such figures"
     basis = f"{found.basis}; times {factor:.3g}, for {others}"
-    made = _estimate(settings, spec, jobs, steps, seconds * factor, basis)
+    made = _estimate(settings, spec, steps, seconds * factor, basis)
     return {**made, "seconds_low": seconds * low, "seconds_high": seconds * high}
 
 
@@ -123,14 +123,13 @@ def _samplers(spec: JobSpec) -> int:
     return spec.resources.rollout_workers if spec.kind in ("rl", "eval") else 0
 
 
-def _estimate(settings: Settings, spec: JobSpec, jobs: int, steps: int, seconds: float, basis: str) -> JobEstimate:
-    """`seconds`: of each job."""
+def _estimate(settings: Settings, spec: JobSpec, steps: int, seconds: float, basis: str) -> JobEstimate:
     samplers, trainers = _samplers(spec), 0 if spec.kind == "eval" else 1
-    worker_s = seconds * (samplers + trainers) * jobs
-    gpu_s = seconds * (samplers * spec.resources.rollout_gpus + trainers * spec.resources.trainer_gpus) * jobs
+    worker_s = seconds * (samplers + trainers)
+    gpu_s = seconds * (samplers * spec.resources.rollout_gpus + trainers * spec.resources.trainer_gpus)
     cost = settings.cost(worker_s, gpu_s)
     return {
-        "jobs": jobs,
+        "jobs": 1,
         "steps": steps,
         "seconds": seconds,
         "seconds_low": seconds,

@@ -29,9 +29,9 @@ LOOKED_AT = 200
 """Newest jobs of the tenant among which similar ones are looked for."""
 
 
-async def estimate(ctx: Context, spec: JobSpec, steps: int, tenant: str, jobs: int = 1) -> JobEstimate | None:
-    """Return what `jobs` jobs of this spec would take: the median of similar jobs, for the size of its steps; None for
-    one without an end, or if nothing like it ran here. `steps`: of each job, 0 if they are not known.
+async def estimate(ctx: Context, spec: JobSpec, steps: int, tenant: str) -> JobEstimate | None:
+    """Return what a job of this spec would take: the median of similar jobs, for the size of its steps; None for one
+    without an end, or if nothing like it ran here. `steps`: of the job, 0 if they are not known.
 
     Jobs of as many workers and ranks count, with an adapter or without as it. Where there are none, others are scaled
     by what earlier jobs say of the difference.
@@ -44,12 +44,12 @@ async def estimate(ctx: Context, spec: JobSpec, steps: int, tenant: str, jobs: i
     wanted = setup_of(plain)
     same = await _measured(ctx, [job for job in like if setup_of(job.spec) == wanted][:MOST])
     if same:
-        return _estimate_of(ctx, plain, steps, jobs, same, 1.0, "")
+        return _estimate_of(ctx, plain, steps, same, 1.0, "")
     if not like:
         return None
     others = await _measured(ctx, [job for job in found if job.kind == spec.kind])
     chosen = await asyncio.to_thread(of_setup, others, subject_of(plain), wanted)
-    return None if chosen is None else _estimate_of(ctx, plain, steps, jobs, *chosen)
+    return None if chosen is None else _estimate_of(ctx, plain, steps, *chosen)
 
 
 async def measured_beside(ctx: Context, spec: JobSpec, tenant: str) -> list[Measured]:
@@ -76,20 +76,20 @@ async def _measured(ctx: Context, jobs: list[JobRecord]) -> list[Measured]:
 
 
 def _estimate_of(
-    ctx: Context, plain: Mapping[str, Any], steps: int, jobs: int, like: list[Measured], factor: float, scaled: str
+    ctx: Context, plain: Mapping[str, Any], steps: int, like: list[Measured], factor: float, scaled: str
 ) -> JobEstimate:
     """`factor`: by which their steps are longer; `scaled` says why."""
     done, wanted = steps * step_size(plain), setup_of(plain)
     seconds = sorted(one.seconds * done * factor for one in like)
-    worker_s = jobs * median(one.worker_s * done * factor * wanted.workers / one.setup.workers for one in like)
-    gpu_s = jobs * median(one.gpu_s * done * factor * wanted.more_gpus(one.setup) for one in like)
+    worker_s = median(one.worker_s * done * factor * wanted.workers / one.setup.workers for one in like)
+    gpu_s = median(one.gpu_s * done * factor * wanted.more_gpus(one.setup) for one in like)
     cost = ctx.settings.cost(worker_s, gpu_s)
     larger = {step_size(plain) / step_size(one.job.spec) for one in like}
     sized = "" if larger == {1.0} else ", scaled to the size of a step"
     if len(larger) == 1 and larger != {1.0}:
         sized = f", times {min(larger):.3g} for the size of a step"
     return {
-        "jobs": jobs,
+        "jobs": 1,
         "steps": steps,
         "seconds": median(seconds),
         "seconds_low": seconds[0],

@@ -135,7 +135,7 @@ def parse_sweep(data: Any) -> Sweep:
     if wrong := _wrong_values(table, base):
         raise SpecError(wrong)
     trials = list(combinations(table))
-    checked = trials if table.method != "tpe" else _draws(table, SAMPLED)
+    checked = trials if table.method != "tpe" else draws(table, SAMPLED)
     if wrong := _wrong_combinations(table, base, checked):
         raise SpecError(wrong)
     return Sweep(table.with_defaults(kind if kind in METRICS else "rl", policies), base, trials)
@@ -230,10 +230,10 @@ def combinations(table: SweepTable) -> Iterator[Settings]:
         for values in itertools.islice(every, table.most_trials):
             yield dict(zip(table.parameters, values, strict=True))
     elif table.method == "random":
-        yield from _draws(table, table.most_trials)
+        yield from draws(table, table.most_trials)
 
 
-def _draws(table: SweepTable, count: int) -> list[Settings]:
+def draws(table: SweepTable, count: int) -> list[Settings]:
     """Draw `count` trials, without repetitions unless there are no others."""
     chances = random.Random(table.seed)
     found: list[Settings] = []

@@ -60,9 +60,8 @@ async def test_checkpoints_are_compared_by_their_newest_evaluations(
     await kept(store, "j-bbbbbbbbbb", 30, 2500.0)
     await evaluated(store, first, 0.25)
     await evaluated(store, first, 0.5)
-    turns: Any = {"val/turns": 2.0}
-    await evaluated(store, second, 0.75, **turns)
-    await evaluated(store, second, 0.875, split="test")
+    await evaluated(store, second, 0.75, **{"val/turns": 2.0})
+    await evaluated(store, second, 0.875, "test")
     await client.publish(second, "best")
     shown = (await run("compare", first, "best", "j-bbbbbbbbbb", *on)).stdout.splitlines()
     starts = [place for place, line in enumerate(shown) if line.startswith("on ")]

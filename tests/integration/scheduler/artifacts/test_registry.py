@@ -83,9 +83,9 @@ async def test_the_newest_evaluation_with_values_counts_in_each_setting(
     client: AsyncClient, store: Store, family: list[str]
 ) -> None:
     await evaluated(store, family[1], 0.5)
-    on_test = await evaluated(store, family[1], 0.125, split="test")
+    on_test = await evaluated(store, family[1], 0.125, "test")
     newest = await evaluated(store, family[1], 0.25)
-    running = await evaluated(store, family[1], 0.75, split="train")
+    running = await evaluated(store, family[1], 0.75, "train")
     await store.update(running, result="")
     (found,) = [one for one in await client.all_checkpoints() if one["checkpoint"] == family[1]]
     counting = {setting: found["evaluations"][place]["job"] for setting, place in found["compared"].items()}

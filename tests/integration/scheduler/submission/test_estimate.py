@@ -161,26 +161,26 @@ def test_without_a_job_like_it_round_figures_are_assumed_and_said_to_be(ctx: Con
     }
     settings = ctx.settings.model_copy(update={"price_worker_hour": 3.6, "price_currency": "EUR"})
     spec = make_spec(**trained)
-    found = rough_estimate(settings, spec, 1, 10)
+    found = rough_estimate(settings, spec, 10)
     assert found is not None and (found["like"], found["steps"]) == ([], 10)
     assert "assumed" in found["basis"] and "600 M parameters (its name) on a CPU" in found["basis"]
     assert found["worker_s"] == pytest.approx(2 * found["seconds"]), "a trainer and a rollout worker"
     assert found["cost"] == pytest.approx(found["worker_s"] / 1000) and found["currency"] == "EUR"
     tokens = spec.algorithm.group_size * spec.algorithm.groups_per_batch * spec.rollout.max_tokens
     assert found["seconds"] == pytest.approx(10 * 6 * 6e8 * 2 * tokens / 1e11), "training takes longest on a CPU"
-    larger = rough_estimate(settings, spec, 4, 30)
+    larger = rough_estimate(settings, spec, 30)
     assert larger is not None and larger["seconds"] == pytest.approx(3 * found["seconds"])
-    assert larger["worker_s"] == pytest.approx(12 * found["worker_s"])
+    assert larger["worker_s"] == pytest.approx(3 * found["worker_s"])
     for unknown in ({"model__base": "some/model"}, {"rollout__engine": "toy"}, {"train__learner": "simulated"}):
-        assert rough_estimate(settings, make_spec(**trained | unknown), 1, 10) is None
+        assert rough_estimate(settings, make_spec(**trained | unknown), 10) is None
 
 
 def test_policies_share_the_tokens_of_an_episode_and_one_trainer(ctx: Context) -> None:
     changes = {"model__base": "org/model-1b", "train__learner": "torch", "rollout__engine": "vllm"}
-    alone = rough_estimate(ctx.settings, make_spec(**changes), 1, 10)
+    alone = rough_estimate(ctx.settings, make_spec(**changes), 10)
     policies = {"a": {}, "b": {"model": {"base": "org/model-3b"}}}
     seats = {"a": {"policy": "a"}, "b": {"policy": "b"}}
-    both = rough_estimate(ctx.settings, make_spec(**changes, policies=policies, seats=seats), 1, 10)
+    both = rough_estimate(ctx.settings, make_spec(**changes, policies=policies, seats=seats), 10)
     assert alone is not None and both is not None
     assert both["seconds"] == pytest.approx(2 * alone["seconds"]), (
         "half of the tokens by 1 B and half by 3 B parameters"
