@@ -19,6 +19,8 @@ import { Sweeps, SweepView } from "./views/sweeps.tsx";
 
 type Gate = { at: "asking" } | { at: "out"; said: string; provider: Login["provider"] } | { at: "in"; me: Me; open: boolean } | { at: "away"; said: string };
 const AGAIN_MS = 1500;
+/** In the tab's storage: the address at which its user went to sign in elsewhere. */
+const LEFT_AT = "opentinker-left-at";
 
 function App(): JSX.Element {
   const [gate, set] = useState<Gate>({ at: "asking" });
@@ -38,11 +40,19 @@ function App(): JSX.Element {
     }
   };
   useEffect(() => {
-    takeShared();
     void enter();
     const refused = (): void => void enter();
+    const moved = (): void => {
+      if (!takeShared()) return;
+      set({ at: "asking" }); // what the views have asked for was for another key
+      void enter();
+    };
     window.addEventListener("key-refused", refused);
-    return () => window.removeEventListener("key-refused", refused);
+    window.addEventListener("hashchange", moved, true); // before the views read the address
+    return () => {
+      window.removeEventListener("key-refused", refused);
+      window.removeEventListener("hashchange", moved, true);
+    };
   }, []);
   const use = (text: string): void => {
     signIn(text.trim())
@@ -77,12 +87,24 @@ function messageOf(error: unknown): string {
   return error instanceof Error ? error.message : String(error);
 }
 
-/** An address #/share/KEY/... : take its key for this tab, and go on to the rest. */
-function takeShared(): void {
-  const [, text, rest] = /^#\/share\/([^/]+)\/(.*)$/.exec(location.hash) ?? [];
-  if (!text) return;
-  keepShareKey(decodeURIComponent(text));
+/** An address #/share/KEY/... : take its key for this tab, and go on to the rest. Returns whether it was one. */
+function takeShared(): boolean {
+  const [, text, rest] = /^#\/share\/(\w+)\/(.*)$/.exec(location.hash) ?? [];
+  if (!text) return false;
+  keepShareKey(text);
   history.replaceState(null, "", `#/${rest}`);
+  return true;
+}
+
+function keepAddress(): void {
+  sessionStorage.setItem(LEFT_AT, location.hash);
+}
+
+/** The provider has sent the user back, to the address without a view: go on to the one that was left. */
+function takeAddress(): void {
+  const left = sessionStorage.getItem(LEFT_AT);
+  sessionStorage.removeItem(LEFT_AT);
+  if (left && /^(#\/?)?$/.test(location.hash)) history.replaceState(null, "", left);
 }
 
 function View({ shared }: { shared: string[] }): JSX.Element {
@@ -180,7 +202,6 @@ interface SignInProps {
 
 function SignIn({ said, provider, use }: SignInProps): JSX.Element {
   const [text, set] = useState("");
-  const view = useAddress().map(encodeURIComponent).join("/");
   const submit = (event: Event): void => {
     event.preventDefault();
     if (text.trim()) use(text);
@@ -195,7 +216,7 @@ function SignIn({ said, provider, use }: SignInProps): JSX.Element {
       )}
       {provider && (
         <>
-          <a class="button" href={`${provider.address}?to=${encodeURIComponent(view)}`}>
+          <a class="button" href={provider.address} onClick={keepAddress}>
             Sign in with {provider.name}
           </a>
           <p class="dim">or with a key:</p>
@@ -224,4 +245,6 @@ function SignIn({ said, provider, use }: SignInProps): JSX.Element {
 }
 
 apply();
+takeShared();
+takeAddress();
 render(<App />, document.getElementById("app")!);

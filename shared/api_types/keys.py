@@ -53,7 +53,7 @@ class LoginProvider(TypedDict):
 
     name: str
     address: str
-    """To be opened by the browser; with `?to=VIEW` it comes back to that view of the page."""
+    """To be opened by the browser, which comes back to the page."""
 
 
 class Login(TypedDict):

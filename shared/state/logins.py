@@ -23,8 +23,6 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     """Comes back in the id token."""
     verifier: str
     """PKCE's: proves to the provider that who brings the code has begun the sign-in."""
-    view: str
-    """Where in the page to go afterwards."""
 
 
 class LoginStore:

@@ -10,7 +10,6 @@ A sign-in ends in the browser in which it began: the browser's cookie names the 
 from __future__ import annotations
 
 import hmac
-import re
 import secrets
 import time
 from collections.abc import Mapping
@@ -24,7 +23,7 @@ from opentinker.services.scheduler.http.auth import FAILED, PRINCIPAL, AuthMiddl
 from opentinker.services.scheduler.http.errors import TooMany
 from opentinker.services.scheduler.http.keys import NO_STORE
 from opentinker.services.scheduler.http.rate_limit import TokenBuckets
-from opentinker.services.scheduler.http.route_decorator import Parameter, Route
+from opentinker.services.scheduler.http.route_decorator import Route
 from opentinker.services.scheduler.login.claims import groups_of, printable, user_of
 from opentinker.services.scheduler.login.cookies import LOGIN, SESSION
 from opentinker.shared.api_types import LoginProvider
@@ -44,8 +43,6 @@ LOGINS_PER_S, LOGINS_BURST = 5.0, 50.0
 """Limits for one address."""
 SHOWN_GROUPS = 20
 """Groups named to a user without a role."""
-VIEW = re.compile(r"[A-Za-z0-9_@=~,.:/%-]{0,300}")
-TO = Parameter("to", "View of the page to come back to.")
 
 
 class LoginRefused(OpenTinkerError):
@@ -71,23 +68,21 @@ class OidcApi:
         cookie = self._gate.cookies.read(request, LOGIN) if self._provider is not None else ""
         return await self._logins.problem(cookie) if cookie else None
 
-    @Route("GET", BEGIN, Action.FREE, status=303, parameters=(TO,))
+    @Route("GET", BEGIN, Action.FREE, status=303)
     async def begin(self, request: web.Request) -> web.Response:
         """Send a browser to the identity provider to sign in."""
         provider = self._asked(request)
-        view = request.query.get("to", "")
         attempt = Attempt(
             state=secrets.token_urlsafe(32),
             nonce=secrets.token_urlsafe(32),
             verifier=secrets.token_urlsafe(48),
-            view=view if VIEW.fullmatch(view) else "",
         )
         cookie = secrets.token_urlsafe(32)
         try:
             address = await provider.address(state=attempt.state, nonce=attempt.nonce, verifier=attempt.verifier)
             await self._logins.begin(cookie, attempt)
         except OpenTinkerError as error:
-            address = await self._failed(request, cookie, self._broken(error), attempt)
+            address = await self._failed(request, cookie, self._broken(error))
         response = _sent_to(address)
         self._gate.cookies.write(request, response, LOGIN, cookie, ATTEMPT_S)
         return response
@@ -104,11 +99,11 @@ class OidcApi:
             token = await self._session(request, claims)
         except LoginRefused as error:
             cookie = secrets.token_urlsafe(32)
-            response = _sent_to(await self._failed(request, cookie, str(error), attempt))
+            response = _sent_to(await self._failed(request, cookie, str(error)))
             self._gate.cookies.write(request, response, LOGIN, cookie, ATTEMPT_S)
             return response
         await self._gate.sessions.end_of(self._gate.cookies.read(request, SESSION))
-        response = _sent_to(self._view(attempt))
+        response = _sent_to(self._page)
         self._gate.cookies.write(request, response, SESSION, token, settings.session_max_s)
         self._gate.cookies.remove(request, response, LOGIN)
         return response
@@ -173,16 +168,17 @@ class OidcApi:
         contact = self._settings.oidc_contact or "the operator of this server"
         return f"{user} is in no group that has a role here: {seen}. Ask {contact}."
 
-    async def _failed(self, request: web.Request, cookie: str, problem: str, attempt: Attempt | None) -> str:
+    async def _failed(self, request: web.Request, cookie: str, problem: str) -> str:
         """Keep for the browser why it could not sign in; return where it reads that."""
         request[FAILED] = problem
         log.info("sign_in_failed", problem=problem)
         await self._logins.fail(cookie, problem)
-        return self._view(attempt)
+        return self._page
 
-    def _view(self, attempt: Attempt | None) -> str:
-        """Return the URL of the view of the page where the sign-in began."""
-        return f"{self._settings.public_url.rstrip('/')}/#/{attempt.view if attempt else ''}"
+    @property
+    def _page(self) -> str:
+        """The URL of the page, which knows the view that its user has left."""
+        return f"{self._settings.public_url.rstrip('/')}/#/"
 
     def _broken(self, error: Exception) -> str:
         contact = self._settings.oidc_contact or "the operator of this server"

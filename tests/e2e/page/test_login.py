@@ -28,15 +28,18 @@ async def test_a_user_signs_in_at_the_provider_works_and_signs_out(
             ground = await chromium.new_context()
             tab = Tab(await ground.new_page(), url)
             provider.user["groups"] = ["staff", "readers"]
-            await tab.go("jobs", job, "config")
+            several = ",".join([await new_job(ctx.store, f"j-{number:010}", tenant="ml") for number in range(24)])
+            view = f"compare/{several}/by=tag"
+            await tab.go(view)
             await tab.page.get_by_role("link", name="Sign in with Lab ID").click()
             await tab.shows("ada@lab.example is in no group that has a role here: your groups are staff, readers.")
             await tab.shows("Ask help@lab.example")
+            await expect(tab.page).to_have_url(f"{url}/#/{view}")
             provider.user["groups"] = ["ml-team"]
-            await tab.go("jobs", job, "config")
             await tab.page.get_by_role("link", name="Sign in with Lab ID").click()
             await tab.shows("ada@lab.example, member of ml")
-            await expect(tab.page).to_have_url(f"{url}/#/jobs/{job}/config")
+            await expect(tab.page).to_have_url(f"{url}/#/{view}")
+            await tab.go("jobs", job, "config")
             assert await tab.page.evaluate("document.cookie") == ""
             (cookie,) = [one for one in await ground.cookies() if one["name"].startswith(SESSION)]
             assert cookie["httpOnly"] and cookie["sameSite"] == "Lax"
@@ -48,6 +51,12 @@ async def test_a_user_signs_in_at_the_provider_works_and_signs_out(
             await tab.page.get_by_role("button", name="Sign out").click()
             await expect(tab.page.get_by_role("link", name="Sign in with Lab ID")).to_be_visible()
             await second.page.reload()
+            await expect(second.page.get_by_role("link", name="Sign in with Lab ID")).to_be_visible()
+            await second.go("?search=a+b&by=model&tag=x")
+            await second.page.get_by_role("link", name="Sign in with Lab ID").click()
+            await second.shows("member of ml")
+            await expect(second.page).to_have_url(f"{url}/#/?search=a+b&by=model&tag=x")
+            await second.page.get_by_role("button", name="Sign out").click()
             await expect(second.page.get_by_role("link", name="Sign in with Lab ID")).to_be_visible()
             assert tab.complaints == [] == second.complaints
             assert not [one for one in await ground.cookies() if one["name"].startswith(SESSION)]

@@ -36,9 +36,9 @@ def with_provider(ctx: Context, provider: Provider, secret: Path, **more: Any) -
     )  # fmt: skip
 
 
-async def signs_in(page: Browser, to: str = "") -> str:
+async def signs_in(page: Browser) -> str:
     """Go the way of a browser; return why it was refused, or nothing."""
-    async with page.session.get(f"{page.url}/v1/login/oidc", params={"to": to}) as response:
+    async with page.session.get(f"{page.url}/v1/login/oidc") as response:
         assert response.status == 200, "the page, at last"
         page.landed = str(response.real_url)
     status, found = await page("GET", "/v1/login")
