@@ -198,6 +198,7 @@ class EvalRunner:
             index=exam.index,
             worker=self.worker,
             sampled_by=sorted({span.version for t in trajectories for span in t.spans}),
+            opponent=self._opponent_version(exam, played),
             ending=played[0].ending,
             reward=reward,
             seats=episode.rewards,
@@ -213,6 +214,15 @@ class EvalRunner:
             images=images_within(messages, images_of(said), self.kept) if messages else {},
             views=views_of(played),
         )
+
+    def _opponent_version(self, exam: EvalEpisode, played: Sequence[Trajectory]) -> WeightVersion | None:
+        """Return the oldest weights of the policy that an exam is played against: those that it has, if it had no turn.
+        None: another player."""
+        policy = self.opponents[exam.index // self.total].policy if self.opponents else None
+        if policy is None:
+            return None
+        versions = [span.version for one in played if one.policy == policy for span in one.spans]
+        return min(versions) if versions else self.engines[policy].version
 
     def _is_among(self, exam: EvalEpisode, first: int) -> bool:
         return is_among_first(exam.index, self.total, len(self.opponents), first)

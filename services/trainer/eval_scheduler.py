@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
 
 import structlog
 
 from opentinker.services.trainer.job_reporter import JobReporter
 from opentinker.services.trainer.learners.base import SnapshotLike
 from opentinker.shared.asyncio_tools import wait_event
-from opentinker.shared.evaluation.job_ratings import version_name
+from opentinker.shared.evaluation.job_ratings import Counts, version_name
 from opentinker.shared.evaluation.outcomes import choose_kept
 from opentinker.shared.evaluation.records import exam_at, metrics_of, transcript_of
 from opentinker.shared.messaging.bus import NoReply, StreamFull
@@ -165,7 +166,7 @@ class EvalScheduler:
         values = await asyncio.to_thread(metrics_of, results, self.plan, names)
         values |= {"val/seconds": time.monotonic() - began}
         anchors = self.plan.anchors_of(self.reporter.policy)
-        players = self._players()
+        players = self._players(results)
         values |= await self.reporter.evaluations.rate(version, values, players, anchors)
         if self.reporter.spec.train.deterministic and self.reporter.target_uses_evaluation:
             self._require_complete(version, results)  # before any result is stored
@@ -173,17 +174,27 @@ class EvalScheduler:
         await self.reporter.evaluations.keep(version.step, kept)
         await self.reporter.evaluations.add(version, values, self.reporter.spec.train.target, players)
 
-    def _players(self) -> dict[str, str]:
-        """Return the opponents as players of `JobRatings`, by name in metrics. Policies are those of the end of the
-        evaluation, though they may have made steps during it."""
-        found = {}
-        for one in self._opponents:
-            if one.policy is not None:
-                made = WeightVersion(self.lease.epoch, self.reporter.joint.made(one.policy))
-                found[one.metric_name] = version_name(one.policy, made)
-            else:
+    def _players(self, results: Sequence[EvalResult]) -> dict[str, str | dict[str, Counts]]:
+        """Return the opponents as `Players`."""
+        found: dict[str, str | dict[str, Counts]] = {}
+        for place, one in enumerate(self._opponents):
+            if one.policy is None:
                 found[one.metric_name] = one.player or f"{BOT}{one.bot}"
+            else:
+                found[one.metric_name] = self._games_by_version(place, one.policy, results)
         return found
+
+    def _games_by_version(self, place: int, policy: str, results: Sequence[EvalResult]) -> dict[str, Counts]:
+        """Return the games against each version of a policy, the opponent at this place: it makes steps meanwhile."""
+        assert self.plan is not None
+        won: defaultdict[str, Counter[float | None]] = defaultdict(Counter)
+        for result in results:
+            if result.index // self.plan.total == place and not result.ending.failed:
+                version = result.opponent
+                if version is None:  # of a worker of the release before
+                    version = WeightVersion(self.lease.epoch, self.reporter.joint.made(policy))
+                won[version_name(policy, version)][result.outcome] += 1
+        return {player: (found[1.0], found[0.5], found[0.0]) for player, found in won.items()}
 
     def _require_complete(self, version: WeightVersion, results: list[EvalResult]) -> None:
         """Raise JobFailed if timing affected an evaluation that decides whether a deterministic job ends early."""

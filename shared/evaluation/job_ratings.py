@@ -121,8 +121,11 @@ class JobRatings:
     def add_evaluation(self, player: str, results: Mapping[str, Counts]) -> None:
         """Set the results of a version in an evaluation, by opponent."""
         self.count_restored()
-        player, results = self._same(player), {self._same(opponent): counts for opponent, counts in results.items()}
-        self._evaluated[player] = {opponent: counts for opponent, counts in results.items() if opponent != player}
+        player, same = self._same(player), dict[str, Counts]()
+        for opponent, (won, drawn, lost) in results.items():
+            had = same.get(self._same(opponent), NONE)
+            same[self._same(opponent)] = (had[0] + won, had[1] + drawn, had[2] + lost)
+        self._evaluated[player] = {opponent: counts for opponent, counts in same.items() if opponent != player}
         self._note(player, *self._evaluated[player])
 
     def rate(self, player: str, results: Mapping[str, Counts], anchor: str) -> Rating | None:

@@ -84,10 +84,18 @@ def _of_seat(origin: MessageOrigin | None) -> dict[str, Any]:
     return seat | {"turn": origin.turn, "tokens": origin.tokens, "versions": list(map(str, origin.versions))}
 
 
-def _games_of(values: Mapping[str, Any], players: Mapping[str, str]) -> dict[str, Counts]:
-    """Return the games won, drawn and lost in an evaluation, by opponent. `players`: by name in metrics."""
+Players = Mapping[str, str | Mapping[str, Counts]]
+"""Opponents of an evaluation as players of `JobRatings`, by name in metrics. Of a policy, the games won, drawn and lost
+against each of its versions."""
+
+
+def _games_of(values: Mapping[str, Any], players: Players) -> dict[str, Counts]:
+    """Return the games won, drawn and lost in an evaluation, by player."""
     found: dict[str, Counts] = {}
     for name, player in players.items():
+        if not isinstance(player, str):
+            found |= {version: (won, drawn, lost) for version, (won, drawn, lost) in player.items()}
+            continue
         won, drawn, lost = (round(values.get(f"val/{kind}/{name}", 0.0)) for kind in OUTCOMES)
         found[player] = (won, drawn, lost)
     return {player: counts for player, counts in found.items() if any(counts)}
@@ -139,16 +147,17 @@ class Evaluations:
         return line["time"], player, {(player, other): counts for other, counts in games.items()}
 
     async def rate(
-        self, version: WeightVersion, values: dict[str, float], players: Mapping[str, str], anchors: Sequence[str]
+        self, version: WeightVersion, values: dict[str, float], players: Players, anchors: Sequence[str]
     ) -> dict[str, float]:
         """Return val/rating of a version and its standard error, from all results of the job up to this evaluation;
         nothing without games that connect it with the first of `anchors`, whose rating is 0. `players`: those that it
-        has played against, by name in metrics."""
+        has played against."""
         games = _games_of(values, players)
-        if not anchors or not games:
+        anchor = players[anchors[0]] if anchors else None
+        if not isinstance(anchor, str) or not games:
             return {}
         player, ratings = version_name(self._policy, version), self._ratings.copy()
-        found = await asyncio.to_thread(ratings.rate, player, games, players[anchors[0]])
+        found = await asyncio.to_thread(ratings.rate, player, games, anchor)
         return {} if found is None else {"val/rating": found.elo, "val/rating/error": found.error}
 
     async def add(
@@ -156,7 +165,7 @@ class Evaluations:
         version: WeightVersion,
         values: dict[str, float],
         target: Mapping[str, float],
-        players: Mapping[str, str] | None = None,
+        players: Players | None = None,
     ) -> None:
         """Record a finished evaluation. An incomplete one is marked so and is ignored by targets. Raises Fenced.
         `players`: see `rate`."""

@@ -58,6 +58,8 @@ class EvalResult(msgspec.Struct, frozen=True, kw_only=True):
     worker: str
     sampled_by: list[WeightVersion] = []
     """The versions that its tokens come from: no other than `version` counts. Empty: the policy had no turn."""
+    opponent: WeightVersion | None = None
+    """The oldest weights of the opponent, where it is a policy: it makes steps meanwhile."""
     ending: Ending
     error: str = ""
     reward: float = 0.0

@@ -262,6 +262,36 @@ async def test_the_event_of_an_evaluation_says_how_many_games_were_won(ctx: Cont
     assert said["winrate"] == 0.25 and not any(name.startswith("winrate/") for name in said)
 
 
+async def test_games_against_a_policy_count_for_the_weights_that_played_them(ctx: Context) -> None:
+    """Two opponents, two episodes against each; the policy makes steps meanwhile."""
+    against = [{"bot": "random"}, {"policy": "b"}]
+    plan = {"every": 4, "episodes": 2, "transcripts": 0, "against": against}
+    parts = {"policies": {"a": {}, "b": {}}, "seats": {"first": "a", "second": "b"}, "environment__name": "kuhn_poker"}
+    spec = make_spec(**parts, validation=plan)
+    t = Trial(ctx, spec)
+    await ctx.store.create_job(id=t.job, spec=spec.model_dump(mode="json"), tenant="default")
+    record = JobReporter(ctx, t.it.lease, spec, SimulatedLearner(spec), policy="a")
+    record.joint.restore("a", 4)
+    record.joint.restore("b", 9)
+    it = EvalScheduler(ctx, t.it.lease, spec.validation, record, lambda _: None)
+    assert it.plan is not None
+    played = [
+        *(result(place, outcome=1.0) for place in (0, 1)),
+        result(2, outcome=1.0, opponent=V(1, 6)),
+        result(3, outcome=0.5, opponent=V(1, 8)),
+    ]
+    assert it._players(played) == {"random": "bot:random", "b": {"b@1.6": (1, 0, 0), "b@1.8": (0, 1, 0)}}
+    failed = result(3, ending=Ending.ENV_TIMEOUT)
+    assert it._players([*played[:2], result(2, outcome=0.0), failed])["b"] == {"b@1.9": (0, 0, 1)}, "an older worker's"
+    values = validation_metrics(played, 2, opponents=["random", "b"])
+    await record.evaluations.add(V(1, 4), values, {}, it._players(played))
+    expected = {("a@1.4", "bot:random"): (2, 0, 0), ("a@1.4", "b@1.6"): (1, 0, 0), ("a@1.4", "b@1.8"): (0, 1, 0)}
+    assert record.joint.ratings.results() == expected
+    again = JobReporter(ctx, t.it.lease, spec, SimulatedLearner(spec), policy="a")
+    again.evaluations.restore({1: 0}, 4)
+    assert again.joint.ratings.results() == expected, "the trainer after a restart knows them"
+
+
 async def test_version_that_is_due_waits_for_the_evaluation_before_it(ctx: Context) -> None:
     t = await trial(ctx, every=1)
     async with running(t.it.run()):

@@ -15,6 +15,7 @@ from opentinker.shared.evaluation.records import Evaluations
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.types.core import Ending, WeightVersion
 from opentinker.shared.types.evaluation import EvalEpisode
+from opentinker.shared.types.trajectories import Span
 from tests.support.factories import V0, trajectory_of
 
 GAME: dict[str, Any] = {
@@ -105,6 +106,28 @@ async def test_a_match_that_ends_before_the_policy_acts_counts() -> None:
     found = await runner._result(EvalEpisode(job="j", version=V0, index=1, seed=0), episode)
     assert (found.reward, found.outcome, found.tokens, found.sampled_by) == (2.0, 1.0, 0, [])
     assert found.ending == Ending.ENV_DONE and found.seats == {"first": -2.0, "second": 2.0}
+
+
+@pytest.mark.parametrize("acted", [True, False])
+async def test_a_result_has_the_weights_of_the_policy_that_was_the_opponent(acted: bool) -> None:
+    """Their oldest, if they changed during the episode; those of the engine, if it ended before their turn."""
+    spec = parse_spec(
+        {**GAME, "validation": {"every": 5, "episodes": 2, "against": [{"bot": "random"}, {"policy": "b"}]}}
+    )
+    runner = runner_of(spec, "a")
+    runner.engines = {name: SimpleNamespace(version=WeightVersion(1, 8)) for name in "ab"}
+    played = [trajectory_of([1, 2], [0, 1], policy="a", seat="first")]
+    if acted:
+        spans = [Span(1, 2, WeightVersion(1, 6)), Span(3, 4, WeightVersion(1, 7))]
+        played.append(trajectory_of([1, 2, 3, 4], [0, 1, 0, 1], policy="b", seat="second", spans=spans))
+
+    async def run() -> list[Any]:
+        return played
+
+    episode: Any = SimpleNamespace(rewards={"first": 1.0}, seats=SeatMap(spec, loaded(spec)), streams={}, run=run)
+    exams = [EvalEpisode(job="j", version=V0, index=index, seed=0) for index in (0, 2)]
+    found = [(await runner._result(exam, episode)).opponent for exam in exams]
+    assert found == [None, WeightVersion(1, 6 if acted else 8)]
 
 
 def test_opponents_do_not_bound_the_context_of_matches_that_they_do_not_play() -> None:

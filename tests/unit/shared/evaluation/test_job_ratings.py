@@ -159,6 +159,13 @@ async def test_a_restarted_trainer_knows_the_results_of_the_steps_that_count(tmp
     assert ratings.results() == {("a@0.0", "b@1.1"): (1.0, 0.0, 0.0)}, "step 4 was rolled back, step 2 is incomplete"
 
 
+def test_games_of_one_evaluation_against_the_same_weights_are_added_up() -> None:
+    ratings = JobRatings(["a", "b"])
+    ratings.resume("b", {1: 0, 2: 5})
+    ratings.add_evaluation("a@2.9", {"b@1.5": (3, 1, 2), "b@2.5": (1, 0, 0), "b@2.6": (0, 0, 1)})
+    assert ratings.results() == {("a@2.9", "b@1.5"): (4, 1, 2), ("a@2.9", "b@2.6"): (0, 0, 1)}
+
+
 async def test_results_of_training_are_restored_before_the_first_evaluation(tmp_path: Path) -> None:
     met = {"group": 0, "sample": 0, "version": "1.2", "rewards": {}, "opponents": {"past@0.0": {"outcome": 1.0}}}
     line = {"epoch": 1, "step": 3, "time": 1.0, "matches": [met]}
