@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 from aiohttp import web
@@ -20,6 +21,10 @@ JSON = ("application/json", "application/octet-stream", "application/x-www-form-
 """Media types of clients that set none, for example curl's --data."""
 MOST_TOML = 1 << 16
 """Characters; a longer spec is sent as JSON."""
+MOST_MISTAKES = 20
+"""Infinite numbers that a response names."""
+MOST_PLACE = 200
+"""Characters of the place of one."""
 
 
 async def read_spec(request: web.Request) -> Any:
@@ -44,11 +49,14 @@ def _toml(raw: bytes) -> Any:
     """Parse TOML into the data that the same spec in JSON would give. Raises SpecError."""
     try:
         data = bounded_toml.loads(raw.decode(), MOST_TOML)
-    except ValueError as error:
+        infinite = list(islice(_infinite(data), MOST_MISTAKES))
+        plain = json.dumps(data, default=str)  # dates are texts
+    except (ValueError, RecursionError) as error:
         raise SpecError.of("(body)", None, f"invalid TOML: {error}") from None
-    if infinite := [mistake(place, str(number), "must be a finite number") for place, number in _infinite(data)]:
-        raise SpecError(infinite)
-    return parse_json(json.dumps(data, default=str).encode())  # dates are texts
+    if infinite:
+        problem = "must be a finite number"
+        raise SpecError([mistake(place[:MOST_PLACE], str(number), problem) for place, number in infinite])
+    return parse_json(plain.encode())
 
 
 def _infinite(value: Any, place: str = "") -> Iterator[tuple[str, float]]:

@@ -64,6 +64,13 @@ async def sent(http: Http, body: bytes, kind: str, path: str = "/v1/validate") -
         (b"a = " + b"[" * 20_000, "application/toml", 422, "nested too deeply"),
         (b"a = " + b"[" * 40 + b"]" * 40, "application/toml", 422, "nested deeper"),
         (b"a = " + b"[" * 200 + b"inf" + b"]" * 200, "application/toml", 422, "must be a finite number"),
+        (
+            b"[" + b"a" * 30_000 + b"]\nx = [" + b"inf," * 8000 + b"]",
+            "application/toml",
+            422,
+            "must be a finite number",
+        ),
+        (b"n = 0x" + b"f" * 4000, "application/toml", 422, "invalid TOML: Exceeds the limit"),
         (b"[train]\nlr = nan", "application/toml", 422, "train.lr = 'nan': must be a finite number"),
         (b"x = 1\n" + b"#" * 70_000, "application/toml", 422, "at most 65536 are taken"),
         (b'name = "x"', "application/json", 422, "TOML needs `Content-Type: application/toml`"),

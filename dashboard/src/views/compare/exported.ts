@@ -37,7 +37,7 @@ function tableOf(table: HTMLTableElement): string {
   const head = copy.tHead?.rows[0]?.lastElementChild;
   if (head && !head.textContent) head.remove();
   for (const link of copy.querySelectorAll("a")) link.setAttribute("href", link.href);
-  return copy.outerHTML;
+  return new XMLSerializer().serializeToString(copy);
 }
 
 function style(): string {
