@@ -16,7 +16,7 @@ from opentinker.shared.messaging.bus import NoReply, NoResponders
 from opentinker.shared.messaging.subjects import ENV_CHECK, SANDBOX_CHECK, SERVED_CHECK
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import EnvironmentSpec, JobSpec, ValidationSpec
-from opentinker.shared.spec.evaluation import ambiguous_opponents, validation_episodes
+from opentinker.shared.spec.evaluation import ambiguous_opponents
 from opentinker.shared.spec.matches.seats import SeatTable, bots_of, mistakes_in_seats, opposed
 from opentinker.shared.spec.tree_sampling import is_tree
 from opentinker.shared.types.codec import WireError
@@ -70,10 +70,11 @@ async def check_environment(
     if table is not None:
         wrong, seats = await _of_seats(ctx, check, table, reply, tenant)
         mistakes = mistakes + wrong
-    if spec is not None and spec.validation is not None:
-        mistakes = mistakes + await _of_evaluations(ctx, check, spec, spec.validation, mistakes, tenant)
-        if not any(mistake["field"].startswith("seats") for mistake in mistakes):
-            mistakes = mistakes + await asyncio.to_thread(ambiguous_opponents, spec, seats)
+    validation = _validation(data, spec)
+    if table is not None and validation is not None:
+        mistakes = mistakes + await _of_evaluations(ctx, check, table, validation, [*known, *mistakes], tenant)
+    if spec is not None and not any(mistake["field"].startswith("seats") for mistake in mistakes):
+        mistakes = mistakes + await asyncio.to_thread(ambiguous_opponents, spec, seats)
     return EnvironmentCheck(check, True, mistakes)
 
 
@@ -117,7 +118,7 @@ async def describe(ctx: Context, name: str, tenant: str) -> EnvAbout:
 
 
 async def _of_evaluations(
-    ctx: Context, check: EnvCheck, spec: JobSpec, validation: ValidationSpec, known: Mistakes, tenant: str
+    ctx: Context, check: EnvCheck, table: SeatTable, validation: ValidationSpec, known: Mistakes, tenant: str
 ) -> Mistakes:
     """Check the config overrides of evaluations, and the bots that they are played against. `known`: mistakes in the
     environment and [seats], which are not reported again."""
@@ -125,7 +126,7 @@ async def _of_evaluations(
     if "environment.name" in fields:
         return []
     found: Mistakes = []
-    own = msgspec.structs.replace(check, config=validation_episodes(spec).environment.config, tools=[])
+    own = msgspec.structs.replace(check, config={**(check.config or {}), **validation.config}, tools=[])
     if validation.config:
         has_wrong_seats = any(field.startswith("seats") for field in fields)
         reply = await ask(ctx, msgspec.structs.replace(own, bots={}) if has_wrong_seats else own, tenant)
@@ -135,8 +136,7 @@ async def _of_evaluations(
     for place, opponent in enumerate(validation.against):
         if opponent.bot is None:
             continue
-        policy = next(iter(spec.policies), "")
-        seats = bots_of(opposed(spec.seats, policy, opponent))
+        seats = bots_of(opposed(table.seats, next(iter(table.policies), ""), opponent))
         theirs = {f"seats.{seat}.bot" for seat, bot in seats.items() if bot == opponent.bot}
         reply = await ask(ctx, msgspec.structs.replace(own, bots=seats), tenant)
         errors = [] if reply is None else reply.errors
@@ -192,6 +192,13 @@ async def _without_sandboxes(ctx: Context) -> EnvCheckReply | None:
         return None
     problem = f"none of the {len(reasons)} env workers has sandboxes: {next(filter(None, reasons))}"
     return EnvCheckReply(errors=[{"field": "environment.isolation", "value": "sandbox", "problem": problem}])
+
+
+def _validation(data: Any, spec: JobSpec | None) -> ValidationSpec | None:
+    """Return [validation] of a spec, also of one that is wrong elsewhere."""
+    if spec is not None:
+        return spec.validation
+    return right_parts(ValidationSpec, {0: written(data, "validation")}).get(0)
 
 
 def _named(data: Any, spec: JobSpec | None, table: SeatTable | None, own_jobs: list[str]) -> EnvCheck | None:

@@ -93,6 +93,8 @@ async def test_mistakes_of_evaluations_are_reported_with_those_of_seats_and_of_t
     spec["environment"]["config"] = {"digits": 99}
     found = await refused(client, spec)
     assert {"validation.config.digits", at} <= found.keys(), "evaluations are wrong there by themselves"
+    wrong = spec | {"environment": {"name": "debate"}, "train": {"steps": 0}}
+    assert (await refused(client, wrong)).keys() == {"train.steps", "seats.judge.bot", "validation.config.digits", at}
 
 
 @pytest.mark.usefixtures("_env_worker")
