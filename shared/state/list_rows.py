@@ -22,6 +22,8 @@ ROWS_AT_ONCE = 1000
 """Jobs per request to Redis, which reads them in about 8 ms and serves others afterwards."""
 MOST_TENANTS = 8
 """Tenants whose rows are kept: those that asked last."""
+MOST_NOTES = 5_000_000
+"""Characters of notes, of a tenant whose rows are kept."""
 _STAMPS = """
 local stamps = {}
 for at, key in ipairs(KEYS) do stamps[at] = redis.call('HGET', key, 'updated') or '' end
@@ -88,7 +90,8 @@ class ListRows:
         stamps = await self._stamps(ids) if known else {}
         current = {id: known[id] for id, stamp in stamps.items() if id in known and known[id].updated == stamp}
         current |= {row.id: row for row in await self._rows([id for id in ids if id not in current])}
-        self._known[tenant] = current
+        if sum(len(row.notes) for row in current.values()) <= MOST_NOTES:
+            self._known[tenant] = current
         for idle in list(self._known)[:-MOST_TENANTS]:
             del self._known[idle]
         return [current[id] for id in ids if id in current]

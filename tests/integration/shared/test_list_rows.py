@@ -57,3 +57,13 @@ async def test_rows_of_the_tenants_that_asked_last_are_kept(
     for tenant in ("a", "b", "a", "c", "a", "b"):
         assert [row.id for row in await rows.of(tenant)] == [f"j-{tenant}"]
     assert read_ids == ["j-a", "j-b", "j-c", "j-b"]
+
+
+async def test_rows_with_very_long_notes_are_not_kept(
+    store: Store, read_ids: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(list_rows, "MOST_NOTES", 20)
+    rows, id = ListRows(store.redis), await new_job(store, "j-noted", notes="x" * 21)
+    for _ in range(2):
+        assert [row.notes for row in await rows.of("default")] == ["x" * 21]
+    assert read_ids == [id] * 2
