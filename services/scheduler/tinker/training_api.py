@@ -65,6 +65,8 @@ from opentinker.shared.types.tinker import (
 
 JSON = "application/json"
 YEARS_S = 10 * 366 * 86400.0
+LARGEST_SETTING = 1e6
+"""Of an optimizer step; the trainer computes with float32."""
 FULL = LoraShape(rank=0)
 LARGE_AT_ONCE = 4
 """Large bodies that are read and parsed at the same time: a parsed one takes ten times its bytes."""
@@ -285,11 +287,11 @@ class TrainingApi:
 def step_of(adam: AdamBody) -> OptimStep:
     """Raises SpecError."""
     return OptimStep(
-        lr=finite("learning_rate", adam.learning_rate, 0.0),
+        lr=finite("learning_rate", adam.learning_rate, 0.0, LARGEST_SETTING),
         beta1=finite("beta1", adam.beta1, 0.0, 0.999999),
         beta2=finite("beta2", adam.beta2, 0.0, 0.9999999),
-        eps=finite("eps", adam.eps, 0.0),
-        weight_decay=finite("weight_decay", adam.weight_decay, 0.0),
+        eps=finite("eps", adam.eps, 0.0, LARGEST_SETTING),
+        weight_decay=finite("weight_decay", adam.weight_decay, 0.0, LARGEST_SETTING),
         clip=max(0.0, finite("grad_clip_norm", adam.grad_clip_norm)),
     )
 

@@ -15,6 +15,9 @@ from opentinker.services.trainer.bank.adapter import Adapter
 from opentinker.services.trainer.bank.limits import Refused
 from opentinker.services.trainer.bank.sole_adapter import deterministic_algorithms
 
+LARGEST_SETTING = 1e6
+"""Every number of a step then fits a float32: adapters that step in one call cannot fail each other."""
+
 
 class AdamSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of one optimizer step."""
@@ -31,8 +34,8 @@ class AdamSettings(msgspec.Struct, frozen=True, kw_only=True):
 def check_settings(settings: AdamSettings) -> None:
     """Raise Refused for settings that AdamW has no meaning for."""
     for name in ("lr", "eps", "weight_decay"):
-        if not 0 <= getattr(settings, name) < float("inf"):
-            raise Refused(f"{name} = {getattr(settings, name)}: must be 0 or more, and finite")
+        if not 0 <= getattr(settings, name) <= LARGEST_SETTING:
+            raise Refused(f"{name} = {getattr(settings, name)}: must be 0 to {LARGEST_SETTING:g}")
     for name in ("beta1", "beta2"):
         if not 0 <= getattr(settings, name) < 1:
             raise Refused(f"{name} = {getattr(settings, name)}: must be at least 0 and below 1")
@@ -54,25 +57,29 @@ def step(adapters: Sequence[Adapter], settings: Sequence[AdamSettings], norms: T
     w = (1 - lr decay) w - lr / (1 - beta1^t) m / (sqrt(v / (1 - beta2^t)) + eps)
     Source: AdamW, arXiv 1711.05101, algorithm 2.
     """
-    for one in adapters:
-        one.steps += 1
+    steps = [one.steps + 1 for one in adapters]
+    correction1 = [1 - chosen.beta1**count for chosen, count in zip(settings, steps, strict=True)]
+    correction2 = [(1 - chosen.beta2**count) ** 0.5 for chosen, count in zip(settings, steps, strict=True)]
+    sizes = [-(chosen.lr / correction) for chosen, correction in zip(settings, correction1, strict=True)]
+    root = [torch.empty_like(one.exp_avg_sq) for one in adapters]
+    # Nothing fails from here on: after a step that has failed all adapters are as before it.
     w, g = [one.weights for one in adapters], [one.gradient for one in adapters]
     m, v = [one.exp_avg for one in adapters], [one.exp_avg_sq for one in adapters]
     for gradient, norm, chosen in zip(g, norms, settings, strict=True):
         if chosen.clip is not None:
             gradient.mul_((chosen.clip / (norm + 1e-6)).clamp(max=1.0))
-    correction1 = [1 - chosen.beta1**one.steps for chosen, one in zip(settings, adapters, strict=True)]
-    correction2 = [(1 - chosen.beta2**one.steps) ** 0.5 for chosen, one in zip(settings, adapters, strict=True)]
     torch._foreach_mul_(w, [1 - chosen.lr * chosen.weight_decay for chosen in settings])
     torch._foreach_lerp_(m, g, [1 - chosen.beta1 for chosen in settings])
     torch._foreach_mul_(v, [chosen.beta2 for chosen in settings])
     torch._foreach_addcmul_(v, g, g, [1 - chosen.beta2 for chosen in settings])
-    root = torch._foreach_sqrt(v)
+    torch._foreach_copy_(root, v)
+    torch._foreach_sqrt_(root)
     torch._foreach_div_(root, correction2)
     torch._foreach_add_(root, [chosen.eps for chosen in settings])
-    sizes = [-(chosen.lr / correction) for chosen, correction in zip(settings, correction1, strict=True)]
     torch._foreach_addcdiv_(w, m, root, sizes)
     torch._foreach_zero_(g)
+    for one, count in zip(adapters, steps, strict=True):
+        one.steps = count
 
 
 def step_alone(adapter: Adapter, settings: AdamSettings, norm: Tensor) -> None:

@@ -187,9 +187,9 @@ class AdapterBank:
         """Forget the gradient of a command that was cancelled before its last rows."""
         self.residency.drop_partial(name)
 
-    def optim_step(self, steps: Sequence[tuple[str, AdamSettings]]) -> list[StepResult | Refused]:
+    def optim_step(self, steps: Sequence[tuple[str, AdamSettings]]) -> list[StepResult | Exception]:
         """Step adapters in one call, at most as many as there are slots. A gradient that is not finite is dropped, and
-        its step is refused."""
+        its step is refused. After an exception all adapters are as before."""
         adapters = self.residency.bring(name for name, _ in steps)
         for adapter in adapters:
             self.residency.begin_change(adapter.name)
@@ -199,18 +199,24 @@ class AdapterBank:
         together = [n for n in ready if not adapters[n].deterministic]
         if together:
             adamw.step([adapters[n] for n in together], [steps[n][1] for n in together], norms[together])
+        failed: dict[int, Exception] = {}
         for n in set(ready).difference(together):
-            adamw.step_alone(adapters[n], steps[n][1], norms[n])
-        results: list[StepResult | Refused] = []
-        for adapter, norm, good in zip(adapters, norms.tolist(), finite, strict=True):
-            if good:
+            try:
+                adamw.step_alone(adapters[n], steps[n][1], norms[n])
+            except Exception as error:  # noqa: BLE001 - its answer; others have stepped
+                failed[n] = error
+        results: list[StepResult | Exception] = []
+        for n, (adapter, norm, good) in enumerate(zip(adapters, norms.tolist(), finite, strict=True)):
+            if n in failed:
+                results.append(failed[n])
+            elif good:
                 results.append(StepResult(adapter.steps, norm))
-                continue
-            adapter.gradient.zero_()
-            results.append(NotFinite(
-                f"the norm of the gradient is {norm}: the step is refused, the gradient dropped, and the weights are "
-                "unchanged; check the losses, or lower the scale"
-            ))  # fmt: skip
+            else:
+                adapter.gradient.zero_()
+                results.append(NotFinite(
+                    f"the norm of the gradient is {norm}: the step is refused, the gradient dropped, and the weights "
+                    "are unchanged; check the losses, or lower the scale"
+                ))  # fmt: skip
         return results
 
     def read(self, name: str) -> Adapter:

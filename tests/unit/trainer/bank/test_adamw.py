@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import msgspec
+import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from opentinker.services.trainer.bank import adamw
-from opentinker.services.trainer.bank.adamw import AdamSettings
+from opentinker.services.trainer.bank.adamw import LARGEST_SETTING, AdamSettings, check_settings
 from opentinker.services.trainer.bank.adapter import Adapter, AdapterShape
+from opentinker.services.trainer.bank.limits import Refused
 
 SETTINGS = [
     AdamSettings(lr=1e-2),
@@ -46,3 +51,68 @@ def test_steps_are_bit_equal_to_torchs() -> None:
     for one, twin in zip(adapters, twins, strict=True):
         assert torch.equal(one.weights, torch.cat([parameter.detach().flatten() for parameter in twin]))
         assert not one.gradient.any() and 3 <= one.steps <= 4
+
+
+NUMBERS = st.one_of(st.sampled_from([0.0, 1e-12, 1.0, LARGEST_SETTING]), st.floats(0.0, LARGEST_SETTING))
+BETAS = st.one_of(st.sampled_from([0.0, 0.9, 1 - 2**-53]), st.floats(0.0, 1.0, exclude_max=True))
+CHOSEN = st.builds(
+    AdamSettings,
+    lr=NUMBERS, beta1=BETAS, beta2=BETAS, eps=NUMBERS, weight_decay=NUMBERS,
+    clip=st.none() | st.floats(1e-300, 1e300),
+)  # fmt: skip
+ROUNDS = st.lists(st.dictionaries(st.integers(0, 3), CHOSEN, min_size=1), min_size=1, max_size=6)
+LARGEST = AdamSettings(
+    lr=LARGEST_SETTING,
+    beta1=1 - 2**-53,
+    beta2=1 - 2**-53,
+    eps=LARGEST_SETTING,
+    weight_decay=LARGEST_SETTING,
+    clip=1e300,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@example([{0: AdamSettings(lr=1e-3), 1: LARGEST}, {0: AdamSettings(lr=1e-3)}])
+@given(ROUNDS)
+def test_any_settings_of_others_leave_an_adapter_as_it_is_alone(rounds: list[dict[int, AdamSettings]]) -> None:
+    """Bit for bit, whoever steps beside it and with which settings that are allowed."""
+    together, alone = [[adapter(rank) for rank in range(1, 5)] for _ in range(2)]
+    random = torch.Generator().manual_seed(0)
+    for chosen in rounds:
+        for number, own in chosen.items():
+            check_settings(own)
+            gradient = torch.randn(alone[number].shape.size, generator=random)
+            for one in (together[number], alone[number]):
+                one.gradient += gradient
+            adamw.step([alone[number]], [own], adamw.gradient_norms([alone[number]]))
+        stepped = [together[number] for number in chosen]
+        adamw.step(stepped, list(chosen.values()), adamw.gradient_norms(stepped))
+    for one, other in zip(together, alone, strict=True):
+        assert one.steps == other.steps
+        for name, vector in one.vectors.items():
+            assert torch.equal(vector.nan_to_num(7.0), other.vectors[name].nan_to_num(7.0)), name
+
+
+def test_a_step_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    adapters = [adapter(rank) for rank in (2, 3)]
+    for one in adapters:
+        one.gradient += 1.0
+    before = [{name: vector.clone() for name, vector in one.vectors.items()} for one in adapters]
+
+    def fail(*_: object) -> None:
+        raise MemoryError("not enough")
+
+    norms = adamw.gradient_norms(adapters)
+    with monkeypatch.context() as context, pytest.raises(MemoryError):
+        context.setattr(torch, "empty_like", fail)
+        adamw.step(adapters, SETTINGS[:2], norms)
+    for one, vectors in zip(adapters, before, strict=True):
+        assert one.steps == 0 and all(torch.equal(one.vectors[name], vector) for name, vector in vectors.items())
+
+
+@pytest.mark.parametrize("name", ["lr", "eps", "weight_decay"])
+@pytest.mark.parametrize("value", [-1.0, 1e300, float("inf"), float("nan")])
+def test_settings_that_float32_does_not_hold_are_refused(name: str, value: float) -> None:
+    chosen = msgspec.structs.replace(AdamSettings(lr=1e-3), **{name: value})
+    with pytest.raises(Refused, match=f"{name} = .*: must be 0 to 1e\\+06"):
+        check_settings(chosen)

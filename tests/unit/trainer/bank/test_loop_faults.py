@@ -14,7 +14,7 @@ import torch
 
 from opentinker.services.trainer.bank.adamw import AdamSettings
 from opentinker.services.trainer.bank.adapter import AdapterShape
-from opentinker.services.trainer.bank.adapter_bank import AdapterBank
+from opentinker.services.trainer.bank.adapter_bank import AdapterBank, StepResult
 from opentinker.services.trainer.bank.bank_commands import ForwardResult
 from opentinker.services.trainer.bank.bank_loop import BankLoop
 from opentinker.services.trainer.bank.limits import Refused
@@ -287,6 +287,46 @@ async def test_a_call_or_step_that_raises_ends_its_command_alone(
                 with pytest.raises(MemoryError):
                     await command
         assert (await loop.optim_step("x", "a", AdamSettings(lr=1e-3))).steps == 1
+
+
+async def test_a_step_that_no_float_holds_harms_its_tenant_alone(
+    make_bank: MakeBank,
+) -> None:
+    """Both steps wait for the same round; the other adapter then is as after a step without the first."""
+    stepped = []
+    for lr in (1e300, None):
+        bank = make_bank()
+        for number in (0, 1):
+            add_tenant(bank, number)
+        async with BankLoop(bank) as loop:
+            for number in (0, 1):
+                await loop.run_units(f"tenant{number}", f"t{number}", some_units(number), PassOptions())
+            steps = [loop.optim_step("tenant1", "t1", AdamSettings(lr=1e-3))]
+            if lr is not None:
+                steps.append(loop.optim_step("tenant0", "t0", AdamSettings(lr=lr)))
+            fine, *refused = await asyncio.gather(*steps, return_exceptions=True)
+            assert all(isinstance(one, Refused) and "lr = 1e+300" in str(one) for one in refused)
+            assert not isinstance(fine, BaseException) and fine.steps == 1
+        first, other = bank.residency.bring(["t0", "t1"])
+        assert first.steps == 0 and first.gradient.any() and not other.gradient.any()
+        stepped.append({name: vector.clone() for name, vector in other.vectors.items()})
+    for name, vector in stepped[0].items():
+        assert torch.allclose(vector, stepped[1][name], rtol=1e-4, atol=1e-6), name
+
+
+async def test_a_deterministic_step_that_raises_ends_its_command_alone(
+    make_bank: MakeBank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bank = make_bank()
+    for number in (0, 1):
+        add_tenant(bank, number, deterministic=number == 0)
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("not enough")
+
+    monkeypatch.setattr("opentinker.services.trainer.bank.adamw.step_alone", fail)
+    first, second = bank.optim_step([(f"t{number}", AdamSettings(lr=1e-3)) for number in (0, 1)])
+    assert isinstance(first, MemoryError) and isinstance(second, StepResult) and second.steps == 1
 
 
 async def test_waiting_for_other_tenants_is_told_apart_from_a_tenants_own_passes(
