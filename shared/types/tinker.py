@@ -18,6 +18,8 @@ import msgspec
 
 ALPHA = 32.0
 """LoRA alpha of every model: the API has no such setting."""
+LARGEST_OPTION = 1e30
+"""Of a loss: passes compute with float32, and one that fails by it costs the other models of the pass time."""
 
 
 CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]

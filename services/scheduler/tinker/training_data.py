@@ -24,7 +24,7 @@ from opentinker.services.scheduler.tinker.bodies import (
     too_large,
 )
 from opentinker.shared.types.errors import SpecError
-from opentinker.shared.types.tinker import Datum, ForwardBackward
+from opentinker.shared.types.tinker import LARGEST_OPTION, Datum, ForwardBackward
 
 Array = npt.NDArray[Any]
 
@@ -153,8 +153,8 @@ def _settings(loss: str, settings: Mapping[str, Any]) -> dict[str, float]:
         if name not in LOSSES[loss]:
             known = ", ".join(LOSSES[loss]) or "none"
             raise SpecError.of(f"loss_fn_config.{name[:100]}", None, f"is no setting of {loss}, which has: {known}")
-        if isinstance(value, str) or not math.isfinite(value) or value < 0:
-            raise SpecError.of(f"loss_fn_config.{name}", str(value)[:100], "must be a number, 0 or more")
+        if isinstance(value, str) or not 0 <= value <= LARGEST_OPTION:
+            raise SpecError.of(f"loss_fn_config.{name}", str(value)[:100], f"must be a number, 0 to {LARGEST_OPTION:g}")
         found[name] = float(value)
     low, high = found.get(CLIPPED[0], 0.0), found.get(CLIPPED[1], math.inf)
     if low > high:

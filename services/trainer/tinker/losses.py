@@ -22,7 +22,7 @@ from opentinker.services.trainer.algorithm.advantages import MAX_LOG_RATIO
 from opentinker.services.trainer.bank.limits import BankLimits, Refused
 from opentinker.services.trainer.bank.pass_part import Scores, Unit
 from opentinker.shared.nn.layout import Layout, layout
-from opentinker.shared.types.tinker import Datum
+from opentinker.shared.types.tinker import LARGEST_OPTION, Datum
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
@@ -84,8 +84,8 @@ def find_loss(name: str, options: Mapping[str, float]) -> DataLoss:
     for option, value in options.items():
         if option not in defaults:
             raise Refused(f"loss_fn {name} has no option {option!r}; it has {', '.join(defaults) or 'none'}")
-        if not 0 <= value < math.inf:
-            raise Refused(f"option {option} = {value} of loss_fn {name}: must be 0 or more, and finite")
+        if not 0 <= value <= LARGEST_OPTION:
+            raise Refused(f"option {option} = {value} of loss_fn {name}: must be 0 to {LARGEST_OPTION:g}")
     chosen = {**defaults, **options}
     low, high = chosen.get("clip_low_threshold", 0.0), chosen.get("clip_high_threshold", math.inf)
     if low > high:

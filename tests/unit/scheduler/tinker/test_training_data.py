@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opentinker.services.scheduler.tinker import bodies, training_data
-from opentinker.services.scheduler.tinker.bodies import ForwardBody, Refused, SampleBody
+from opentinker.services.scheduler.tinker.bodies import AdamBody, ForwardBody, Refused, SampleBody
 from opentinker.services.scheduler.tinker.sampling_api import sample_of
+from opentinker.services.scheduler.tinker.training_api import step_of
 from opentinker.shared.types.errors import SpecError
 from tests.integration.tinker.site import passes
 
@@ -101,3 +102,22 @@ def test_sparse_rows_of_a_small_body_are_refused_before_they_fill_the_memory() -
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 64 << 20
+
+
+@pytest.mark.parametrize(
+    ("loss", "option"), [("ppo", "clip_high_threshold"), ("cispo", "clip_low_threshold"), ("dro", "beta")]
+)
+@pytest.mark.parametrize("value", [1e300, -1.0, float("inf"), float("nan")])
+def test_options_of_a_loss_that_float32_does_not_hold_are_refused(loss: str, option: str, value: float) -> None:
+    def change(message: Any) -> None:
+        message.loss_fn_config_v2[option].number = value
+
+    with pytest.raises(SpecError, match=rf"{option}.*must be a number, 0 to 1e\+30"):
+        training_data.forward_of_protobuf(training_data.from_protobuf(passes("m", 1, loss, change)))
+
+
+@pytest.mark.parametrize("name", ["learning_rate", "eps", "weight_decay"])
+def test_settings_of_a_step_that_float32_does_not_hold_are_refused(name: str) -> None:
+    with pytest.raises(SpecError, match=rf"{name}.*0 to 1e\+06"):
+        step_of(AdamBody(**{name: 1e300}))
+    step_of(AdamBody(**{name: 1e6}))

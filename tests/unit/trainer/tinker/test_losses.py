@@ -32,7 +32,7 @@ from opentinker.services.trainer.tinker.losses import (
 from opentinker.shared.nn.forward import token_scores
 from opentinker.shared.nn.layout import join
 from opentinker.shared.spec import LoraSpec
-from opentinker.shared.types.tinker import Datum
+from opentinker.shared.types.tinker import LARGEST_OPTION, Datum
 from tests.conftest import WAIT_S
 from tests.unit.trainer.tinker.conftest import VOCABULARY, f32, i32, some_datum
 
@@ -218,13 +218,22 @@ def test_unknown_losses_and_options_are_refused() -> None:
         ("gspo", {}, "loss_fn 'gspo' is unknown; choose one of cross_entropy, importance_sampling, ppo, cispo, dro"),
         ("ppo", {"clip": 0.2}, "no option 'clip'; it has clip_low_threshold, clip_high_threshold"),
         ("cross_entropy", {"beta": 0.2}, "no option 'beta'; it has none"),
-        ("dro", {"beta": math.nan}, "must be 0 or more, and finite"),
+        ("dro", {"beta": math.nan}, "must be 0 to 1e\\+30"),
+        ("cispo", {"clip_high_threshold": 1e300}, "must be 0 to 1e\\+30"),
         ("ppo", {"clip_low_threshold": 1.3}, "must be at most clip_high_threshold, 1.2"),
     ):
         with pytest.raises(Refused, match=problem):
             find_loss(name, options)
     with pytest.raises(Refused, match="the request has no data"):
         read([], "ppo")
+
+
+@pytest.mark.parametrize("name", ["ppo", "cispo", "dro"])
+def test_the_largest_options_do_not_fail_a_pass(name: str) -> None:
+    loss = find_loss(name, dict.fromkeys(OPTIONS[name], LARGEST_OPTION))
+    logprobs_M = torch.tensor([-1.0, -80.0], requires_grad=True)
+    loss.of_places(logprobs_M, torch.tensor([-90.0, -1.0]), torch.tensor([1e30, -1e30])).sum().backward()
+    assert logprobs_M.grad is not None
 
 
 async def test_a_tenant_waits_for_room_instead_of_being_refused(base: BaseModel, tmp_path: Path) -> None:
