@@ -166,7 +166,8 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag="loaded"):
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
-    """`lost`: the request was not carried out and may be sent again (HTTP 410 where it is awaited)."""
+    """`lost`: the request was not carried out and may be sent again, a command under a new number (HTTP 410 where it is
+    awaited)."""
 
     error: str
     category: Literal["user", "server"] = "user"

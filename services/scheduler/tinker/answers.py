@@ -16,6 +16,7 @@ from aiohttp import web
 from opentinker.services.scheduler.http.errors import json_response
 from opentinker.services.scheduler.tinker import schema
 from opentinker.services.scheduler.tinker.bodies import PROTOBUF
+from opentinker.shared.state.tinker.requests import TRAINED
 from opentinker.shared.types.tinker import (
     SMALL_RESULT,
     Failed,
@@ -36,7 +37,7 @@ async def response_of(request: web.Request, owner: str, result: Result) -> web.R
     """Return the answer to retrieve_future. `owner`: the model or sampler of the request."""
     if isinstance(result, Failed):
         if result.lost:
-            raise web.HTTPGone(text=f"{result.error}; send the request again")
+            raise web.HTTPGone(text=result.error if TRAINED in owner else f"{result.error}; send the request again")
         return json_response({"error": result.error, "category": result.category})
     protobuf = PROTOBUF in request.headers.get("Accept", "") and isinstance(result, Forwarded | Sampled)
     is_small = bytes_in(result) <= SMALL_RESULT  # a large one is encoded in a thread, so that others are answered

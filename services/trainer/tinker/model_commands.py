@@ -71,6 +71,8 @@ class ModelCommands:
         self.lora = LoraShape(rank=1)
         self.passes = 0
         """Commands forward_backward that were sent to the bank."""
+        self.left_out: list[tuple[int, int]] = []
+        """First and last numbers of commands that were given up, newest last."""
         self._shape: AdapterShape | FullShape | None = None
         self._files = asyncio.Lock()
         """Held while a checkpoint is written: saves take their turns."""
@@ -101,6 +103,7 @@ class ModelCommands:
     async def restore(self, adapter: Adapter, notes: ModelNotes) -> None:
         """Add the adapter as it was stored. Raises Refused or OSError."""
         self.tenant, self.lora, self.passes, self._shape = notes.tenant, notes.lora, notes.passes, adapter.shape
+        self.left_out = notes.left_out
         await self._bank.add(self.tenant, adapter)
 
     async def load(self, body: Load) -> Loaded:
@@ -124,7 +127,9 @@ class ModelCommands:
 
     def read(self, seq: int) -> tuple[asyncio.Future[Adapter], ModelNotes]:
         """Return the adapter as it is after what was sent so far, which is up to command `seq`."""
-        notes = ModelNotes(seq=seq, tenant=self.tenant, lora=self.lora, passes=self.passes)
+        notes = ModelNotes(
+            seq=seq, tenant=self.tenant, lora=self.lora, passes=self.passes, left_out=self.left_out
+        )  # fmt: skip
         return self._bank.send_read(self.tenant, self.adapter), notes
 
     async def begin(self, command: Command, *, arrived_at: float, repeated: bool) -> Awaitable[Result]:

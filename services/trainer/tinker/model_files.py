@@ -52,6 +52,8 @@ class ModelNotes(msgspec.Struct, frozen=True, kw_only=True):
     lora: LoraShape
     passes: int
     """Commands forward_backward so far."""
+    left_out: list[tuple[int, int]] = []
+    """First and last numbers of commands that were given up, newest last."""
 
 
 class ModelEnd(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,8 +19,8 @@ import structlog
 from redis.exceptions import RedisError
 
 from opentinker.services.trainer.bank.limits import BankEnded, Refused
-from opentinker.services.trainer.learners.base import is_out_of_memory
 from opentinker.services.trainer.tinker import model_files
+from opentinker.services.trainer.tinker.command_answers import failure, late_answer, needs_no_repetition
 from opentinker.services.trainer.tinker.command_intake import Arrived, CommandIntake
 from opentinker.services.trainer.tinker.model_commands import ModelCommands
 from opentinker.services.trainer.tinker.model_files import ModelEnd
@@ -28,19 +28,7 @@ from opentinker.services.trainer.tinker.tinker_lease import TinkerLease
 from opentinker.shared.asyncio_tools import cancel_and_wait, check_cancelled, forward_exception, wait_event
 from opentinker.shared.types.error_text import first_line
 from opentinker.shared.types.errors import Conflict, Fenced, JobFailed, NotFound
-from opentinker.shared.types.tinker import (
-    Answer,
-    Command,
-    Create,
-    Failed,
-    ForwardBackward,
-    Load,
-    Loaded,
-    Result,
-    Save,
-    Skip,
-    Unload,
-)
+from opentinker.shared.types.tinker import Command, Create, Failed, Load, Loaded, Result, Save, Skip, Unload
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -59,6 +47,8 @@ UNANSWERED = (Fenced, RedisError, BankEnded)
 """End the lease: the next trainer carries out the command."""
 GAP_S = 600.0
 """Time after which commands are given up whose predecessor has not come: its client has gone."""
+GAPS_KEPT = 64
+"""Newest gaps whose commands are told from those that were carried out, should they come after all."""
 
 
 class ModelRunner:
@@ -116,6 +106,7 @@ class ModelRunner:
             if self._ended is None and (arrived := self._pending.pop(self._sent + 1, None)) is not None:
                 await self._take(arrived)
                 continue
+            await self._give_up()
             await self._answer_others()
             if not await wait_event(self._news, CHORES_S) and await self._leaves():
                 return
@@ -149,7 +140,7 @@ class ModelRunner:
         alone = command is not None and isinstance(command.body, Create | Load | Unload)
         if alone or arrived.seq == 0:
             await self._settle()
-        if command is not None and known is not None and _needs_no_repetition(command, known):
+        if command is not None and known is not None and needs_no_repetition(command, known):
             work: Awaitable[Result] = _of(known.result)
         else:
             work = await self._begin(command, arrived, repeated=known is not None)
@@ -183,7 +174,7 @@ class ModelRunner:
         except UNANSWERED:
             raise
         except Exception as error:  # noqa: BLE001 - the command is answered with it; the others are not affected
-            return _of(_failure(error, self.model, arrived.seq))
+            return _of(failure(error, self.model, arrived.seq))
 
     async def _refuse_unreadable(self) -> Failed:
         if self._sent < 0:
@@ -221,7 +212,8 @@ class ModelRunner:
         await asyncio.to_thread(model_files.write_end, self._root, self._shared.lease.epoch, end)
         self._ended = Failed(error=reason)
         under_way = self._sent + 1
-        self.uncovered = {seq: place for seq, place in self.uncovered.items() if seq >= under_way}
+        kept = self._unanswered
+        self.uncovered = {seq: place for seq, place in self.uncovered.items() if seq >= under_way or seq in kept}
 
     async def _settle(self) -> None:
         """Wait until all commands so far have their answers. Raises what has prevented one."""
@@ -238,7 +230,7 @@ class ModelRunner:
             except UNANSWERED:
                 raise
             except Exception as error:  # noqa: BLE001 - likewise
-                result = _failure(error, self.model, seq)
+                result = failure(error, self.model, seq)
             if not is_known:
                 await self._shared.answer(request, result, self._commands.tenant)
             self._owed.discard(seq)
@@ -248,35 +240,47 @@ class ModelRunner:
         finally:
             del self._tasks[seq]
 
+    async def _give_up(self) -> None:
+        """Give up all commands that wait, once the number before them has been the next one for GAP_S; the model
+        continues after the last of them. The state is stored before they are answered, so that no later trainer carries
+        them out."""
+        now, waiting = time.monotonic(), [seq for seq in self._pending if seq > self._sent]
+        if self._ended is not None or all(now - max(self._pending[seq].at, self._used_at) < GAP_S for seq in waiting):
+            return
+        if self._sent < 0:
+            await self._end(f"model {self.model} was not created: its first request has not come within {GAP_S:.0f} s")
+            return
+        gap = self._sent + 1, max(waiting)
+        self._commands.left_out = [*self._commands.left_out, gap][-GAPS_KEPT:]
+        self._sent = gap[1]
+        self._unanswered.update(waiting)
+        await self._store()
+        await self._shared.records.leave_out(self.model, gap[1])
+        log.info("commands_given_up", model=self.model, first=gap[0], last=gap[1])
+
     async def _answer_others(self) -> None:
         """Answer commands that will not be carried out: of a model that has ended, those that were before and have lost
-        their answer, and those whose predecessor does not come. An Unload ends the model even so."""
-        now = time.monotonic()
+        their answer, and those that were given up. An Unload ends the model even so."""
         for seq, arrived in list(self._pending.items()):
-            if self._ended is None and seq > self._sent and now - arrived.at < GAP_S:
+            if self._ended is None and seq > self._sent:
                 continue
             del self._pending[seq]
             command = await self._intake.command(arrived)
             request = f"{self.model}#{seq}" if command is None else command.request
-            if command is not None and isinstance(command.body, Unload) and self._ended is None and seq > self._sent:
+            if command is not None and isinstance(command.body, Unload) and self._ended is None:
                 await self._settle()
                 await self._begin(command, arrived, repeated=False)
             if seq not in self._tasks:
                 await self._shared.answer(request, self._late_answer(seq, command), self.tenant)
-            if self._ended is not None or seq <= self._stored or seq > self._sent:
+                self._unanswered.discard(seq)
+            if self._ended is not None or seq <= self._stored:
                 self.uncovered.pop(seq, None)
 
     def _late_answer(self, seq: int, command: Command | None) -> Result:
         """Return what is answered if there is no answer yet."""
-        body = None if command is None else command.body
         if self._ended is not None:
-            return Loaded() if isinstance(body, Unload) else self._ended
-        if seq > self._sent:
-            before = f"request {self._sent + 1} of model {self.model}, which comes before it, has not come"
-            return Failed(error=f"{before} within {GAP_S:.0f} s", lost=True)
-        if isinstance(body, Create | Load):
-            return Loaded(path=body.path if isinstance(body, Load) else body.start)
-        return Failed(error="the request was carried out, and its result is not kept any more", category="server")
+            return Loaded() if command is not None and isinstance(command.body, Unload) else self._ended
+        return late_answer(command, seq, self.model, self._commands.left_out)
 
     # --- state --------------------------------------------------------------------------------------------------
 
@@ -378,21 +382,3 @@ def _of(result: Result) -> asyncio.Future[Result]:
     found: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
     found.set_result(result)
     return found
-
-
-def _needs_no_repetition(command: Command, known: Answer) -> bool:
-    """Return whether a command that was answered before has left nothing in the model, so that it need not be carried
-    out again."""
-    body = command.body
-    if isinstance(body, ForwardBackward):
-        return not body.backward or isinstance(known.result, Failed)
-    return isinstance(body, Save | Skip)
-
-
-def _failure(error: Exception, model: str, seq: int) -> Failed:
-    if isinstance(error, Refused | NotFound | Conflict):
-        return Failed(error=str(error))
-    log.error("command_failed", model=model, seq=seq, exc_info=error)
-    if is_out_of_memory(error):
-        return Failed(error="the request does not fit into memory; send fewer data, or shorter ones", category="server")
-    return Failed(error=f"the request failed: {first_line(error)}", category="server")

@@ -67,6 +67,16 @@ end
 return 2
 """
 
+# KEYS asked, model. ARGV: number. A model that was removed stays removed.
+_LEAVE_OUT = """
+local missing, last = tonumber(redis.call('HGET', KEYS[2], 'next') or 0), tonumber(ARGV[1])
+if missing > last or redis.call('EXISTS', KEYS[2]) == 0 then return 0 end
+missing = last
+repeat missing = missing + 1 until redis.call('HEXISTS', KEYS[1], string.format('%.0f', missing)) == 0
+redis.call('HSET', KEYS[2], 'next', string.format('%.0f', missing))
+return 1
+"""
+
 # KEYS answer, open. ARGV: answer, seconds, number
 _ANSWER = """
 local kept = redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[2], 'NX')
@@ -167,6 +177,7 @@ class TinkerRequests:
     def __init__(self, redis: Any) -> None:
         self._redis = redis
         self._ask, self._answer = Script(redis, _ASK), Script(redis, _ANSWER)
+        self._leave_out = Script(redis, _LEAVE_OUT)
         self._ask_sample = Script(redis, _ASK_SAMPLE)
         self._answer_sample = Script(redis, _ANSWER_SAMPLE)
 
@@ -193,6 +204,10 @@ class TinkerRequests:
         if known == -2:
             raise TokensSpent(_spent(quota))
         return bool(known == 2)
+
+    async def leave_out(self, model: str, last: int) -> None:
+        """Note that a model waits for no number up to `last`: the trainer has given up what had not come."""
+        await self._leave_out(keys=[f"tinker:asked:{model}", f"tinker:model:{model}"], args=[str(last)])
 
     async def was_answered(self, request: str) -> bool:
         """Return whether a command that was asked has had its answer, which may have expired since."""

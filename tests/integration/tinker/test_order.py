@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from opentinker.shared.state.tinker.model_catalog import ModelCatalog
 from opentinker.shared.types.tinker import Failed, OptimStep, Save, Skip, Stepped
 from tests.integration.tinker.site import Client, FakeWorkers, passes
 
@@ -38,6 +39,23 @@ async def test_the_number_that_all_others_wait_for_is_admitted(
     assert statuses == {3: 200, 4: 200, 5: 200, 6: 429, 2: 429, 1: 200}
     await workers.say(f"{model}#1", Stepped(metrics={}))
     assert (await user.post("optim_step", model_id=model, seq_id=2))[0] == 200
+
+
+async def test_a_model_waits_for_no_number_that_its_trainer_has_given_up(user: Client, workers: FakeWorkers) -> None:
+    model, store = await user.model(), workers.store
+    catalog = ModelCatalog(store._redis)
+    for seq in (2, 3, 5):
+        await user.ok("optim_step", model_id=model, seq_id=seq)
+    assert [one.next for one in await catalog.of(workers.job)] == [1]
+    await workers.say(f"{model}#4", Failed(error="request 1 has not come", lost=True))
+    status, answer = await user.post("retrieve_future", request_id=f"{model}#4")
+    assert (status, answer["detail"]) == (410, "request 1 has not come"), "the same number is never carried out"
+    for last, next in ((3, 4), (2, 4), (4, 6)):
+        await store.leave_out(model, last)
+        assert [one.next for one in await catalog.of(workers.job)] == [next]
+    await user.ok("optim_step", model_id=model, seq_id=1)
+    await store.leave_out("removed:train:0", 3)
+    assert not await store._redis.exists("tinker:model:removed:train:0")
 
 
 async def test_a_repeated_save_for_a_sampler_may_have_another_number_for_it(user: Client, workers: FakeWorkers) -> None:

@@ -191,17 +191,46 @@ async def test_an_idle_model_leaves_and_comes_back(server: Server, monkeypatch: 
     await until(left, lambda count: count == 0)
 
 
-async def test_commands_without_a_predecessor_are_given_up(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_commands_without_a_predecessor_are_given_up_and_never_carried_out(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not when the missing one comes, when they are sent again, or after a restart; the model continues after them."""
     monkeypatch.setattr(model_runner, "CHORES_S", 0.05)
     client = Client(server, "s:train:0")
     await client.create()
-    late = await client.send(STEP, seq=3)
-    await client.call(STEP)
-    assert await server.records.answered(late) is None
+    late = [await client.send(STEP, seq=seq) for seq in (3, 4)]
+    assert (await client.call(STEP)).metrics["steps"] == 1
+    assert await server.records.answered(late[0]) is None
     monkeypatch.setattr(model_runner, "GAP_S", 0.2)
-    failed = await client.result(late)
-    assert isinstance(failed, Failed) and failed.lost and "request 2 of model s:train:0" in failed.error
-    assert isinstance(await client.call(STEP), Stepped)
+    for request in late:
+        failed = await client.result(request)
+        assert isinstance(failed, Failed) and failed.lost and "request 2 of model s:train:0" in failed.error
+    monkeypatch.setattr(model_runner, "GAP_S", 600.0)
+    client.seq = 5
+    assert (await client.call(STEP)).metrics["steps"] == 2
+    missing = await client.result(await client.send(Load(path="p", directory="d"), seq=2))
+    assert isinstance(missing, Failed) and missing.lost
+    for restart in (server.kill, server.stop):
+        await client.send(STEP, seq=3, copy=f" again before {restart.__name__}")
+        steps = (await client.call(STEP)).metrics["steps"]
+        await restart()
+        await server.start()
+        await client.send(STEP, seq=4, copy=f" again after {restart.__name__}")
+        await server.records._redis.delete("tinker:answer:s:train:0#2")
+        again = await client.result(await client.send(Load(path="p", directory="d"), seq=2, copy=restart.__name__))
+        assert isinstance(again, Failed) and again.lost
+        assert (await client.call(STEP)).metrics["steps"] == steps + 1
+    assert steps == 5
+
+
+async def test_a_model_whose_first_command_does_not_come_is_not_created(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_runner, "CHORES_S", 0.05)
+    monkeypatch.setattr(model_runner, "GAP_S", 0.2)
+    client = Client(server, "s:train:0")
+    assert "first request has not come" in (await client.result(await client.send(STEP, seq=1))).error
+    assert "first request has not come" in (await client.create()).error
 
 
 async def test_a_model_is_unloaded_though_a_command_before_has_not_come(
