@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import re
 import time
 from datetime import UTC, datetime
 from functools import partial
@@ -54,6 +55,7 @@ FLAGS: dict[str, Any] = {
 line of 0.38 is aborted at its end now and then by its default transport: 2 runs of 25 with it, none of 25 without."""
 DYNAMIC_FLAGS: dict[str, Any] = {"refresh_interval_sec": 300, "sample_cancel_enabled": True}
 UNEMBED = "Adapters leave the output layer as it is (train_unembed); they train attention and MLP layers."
+OLDEST_SDK = (0, 13)
 FINISHED = {"success", "errored", "interrupted"}
 
 SEARCHED, SEARCHED_AT_ONCE = 2000, 200
@@ -119,7 +121,7 @@ class TinkerSessionsApi:
             id=_new_id(request),
             tenant=tenant_of(request),
             created=time.time(),
-            sdk_version=text_of("sdk_version", body.sdk_version, 64),
+            sdk_version=_sdk_version(body.sdk_version),
             tags=[text_of("tags", tag) for tag in body.tags],
             metadata=metadata_of(body.user_metadata),
             project=text_of("project_id", body.project_id),
@@ -223,6 +225,14 @@ class TinkerSessionsApi:
             "user_metadata": session.metadata or None,
             "checkpoint_storage_bytes": sum(one.size for one in saved),
         }
+
+
+def _sdk_version(text: str) -> str:
+    """Return the version of a client. Raises SpecError for the SDK before 0.13; other clients may name none."""
+    found = re.match(r"(\d{1,9})\.(\d{1,9})", text)
+    if found and (int(found[1]), int(found[2])) < OLDEST_SDK:
+        raise SpecError.of("sdk_version", text[:64], "is not served; use tinker 0.13 or newer (pip install -U tinker)")
+    return text_of("sdk_version", text, 64)
 
 
 def when(at: float) -> str:
