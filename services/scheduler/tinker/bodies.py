@@ -27,6 +27,7 @@ Whole = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 SMALL, MIDDLE, LARGE = 1 << 16, 1 << 21, 1 << 24
 """Bytes of a body: of most requests; of one with a prompt; of one with training data."""
 MAX_SEQ = 2**53
+LONGEST_TTL_S = 10 * 366 * 86400.0
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 """Names of checkpoints."""
 PROTOBUF = "application/x-protobuf"
@@ -326,6 +327,18 @@ def seq_of(field: str, seq: int | None, low: int = 0) -> int:
     if not low <= seq < MAX_SEQ:
         raise SpecError.of(field, seq, f"must be a whole number, {low} or more")
     return seq
+
+
+def ttl_of(seconds: float | None) -> float:
+    """Return a time to live in seconds; 0 for None, which is for ever. Raises SpecError."""
+    if seconds is None:
+        return 0.0
+    if not 1.0 <= seconds <= LONGEST_TTL_S:
+        problem = (
+            f"must be 1 to {LONGEST_TTL_S:g} seconds; leave it out (null) to keep the checkpoint until it is deleted"
+        )
+        raise SpecError.of("ttl_seconds", seconds if math.isfinite(seconds) else str(seconds), problem)
+    return seconds
 
 
 def name_of(field: str, name: str | None) -> str:

@@ -12,6 +12,7 @@ from redis.exceptions import RedisError
 
 from opentinker.services.scheduler.tinker.access import Access
 from opentinker.shared.asyncio_tools import sleep
+from opentinker.shared.types.tinker import TinkerCheckpoint
 
 log = structlog.get_logger()
 
@@ -22,9 +23,15 @@ async def expire(access: Access) -> None:
     """Delete what has expired, round by round, until cancelled."""
     while True:
         try:
-            for checkpoint in await access.store.expired(time.time()):
-                if await access.remove(checkpoint):
-                    log.info("checkpoint_expired", checkpoint=checkpoint.path)
+            while any([await _remove(access, one) for one in await access.store.expired(time.time())]):
+                pass  # there may be more of them
         except (RedisError, OSError, TimeoutError) as error:  # the next round does it
             log.warning("checkpoints_unavailable", error=str(error) or type(error).__name__)
         await sleep(ROUND_S)
+
+
+async def _remove(access: Access, checkpoint: TinkerCheckpoint) -> bool:
+    removed = await access.remove(checkpoint)
+    if removed:
+        log.info("checkpoint_expired", checkpoint=checkpoint.path)
+    return removed

@@ -11,9 +11,8 @@ from opentinker.services.scheduler.http.auth import tenant_of
 from opentinker.services.scheduler.http.errors import json_response
 from opentinker.services.scheduler.http.route_decorator import Route
 from opentinker.services.scheduler.tinker.access import Access, shown_base
-from opentinker.services.scheduler.tinker.bodies import PathBody, TtlBody, finite, read_body
+from opentinker.services.scheduler.tinker.bodies import PathBody, TtlBody, read_body, ttl_of
 from opentinker.services.scheduler.tinker.sessions_api import LIMIT, OFFSET, SCOPE, when
-from opentinker.services.scheduler.tinker.training_api import YEARS_S
 from opentinker.shared.security.authorization import Action
 from opentinker.shared.types.errors import NotFound
 from opentinker.shared.types.tinker import TinkerCheckpoint, TinkerModel
@@ -109,8 +108,8 @@ class RunsApi:
     async def ttl(self, request: web.Request) -> web.Response:
         """Set when a checkpoint expires, from now (Tinker)."""
         found = await self._access.own_checkpoint(request)
-        seconds = (await read_body(request, TtlBody)).ttl_seconds
-        expires = 0.0 if seconds is None else time.time() + finite("ttl_seconds", seconds, 0.0, YEARS_S)
+        ttl_s = ttl_of((await read_body(request, TtlBody)).ttl_seconds)
+        expires = time.time() + ttl_s if ttl_s else 0.0
         await self._store.change_checkpoint(found, expires=expires)
         return json_response({})
 

@@ -44,6 +44,7 @@ from opentinker.services.scheduler.tinker.bodies import (
     read_command,
     read_raw,
     seq_of,
+    ttl_of,
 )
 from opentinker.services.scheduler.tinker.commands import Body, Commands, or_skip
 from opentinker.services.scheduler.tinker.endings import Endings
@@ -64,7 +65,6 @@ from opentinker.shared.types.tinker import (
 )
 
 JSON = "application/json"
-YEARS_S = 10 * 366 * 86400.0
 LARGEST_SETTING = 1e6
 """Of an optimizer step; the trainer computes with float32."""
 FULL = LoraShape(rank=0)
@@ -298,7 +298,7 @@ def step_of(adam: AdamBody) -> OptimStep:
 
 def save_of(body: SaveBody, model: TinkerModel, kind: CheckpointKind, seq: int) -> Save:
     """Return the command of a save; sampler weights have a name or are for a sampler. Raises SpecError."""
-    ttl_s = finite("ttl_seconds", body.ttl_seconds or 0.0, 0.0, YEARS_S)
+    ttl_s = ttl_of(body.ttl_seconds)
     if body.age_encryption_recipients:
         raise SpecError.of("age_encryption_recipients", None, "is not supported; encrypt the files after the download")
     if body.path is None and kind == "sampler_weights" and body.sampling_session_seq_id is not None:

@@ -218,14 +218,15 @@ class TinkerStore(TinkerSessions):
         ))  # fmt: skip
 
     async def expired(self, now: float) -> list[TinkerCheckpoint]:
-        """Return some checkpoints whose time is over."""
-        found = []
-        for path in await self._redis.zrangebyscore("tinker:expiring", 0, now, start=0, num=100):
-            model, _, field = path.removeprefix("tinker://").partition("/")
-            if text := await self._redis.hget(f"tinker:checkpoints:{model}", field):
-                found.append(codec.from_json(TinkerCheckpoint, text))
-            else:
-                await self._redis.zrem("tinker:expiring", path)
+        """Return some checkpoints whose time is over, if there are any."""
+        found: list[TinkerCheckpoint] = []
+        while not found and (paths := await self._redis.zrangebyscore("tinker:expiring", 0, now, start=0, num=100)):
+            for path in paths:
+                model, _, field = path.removeprefix("tinker://").partition("/")
+                if text := await self._redis.hget(f"tinker:checkpoints:{model}", field):
+                    found.append(codec.from_json(TinkerCheckpoint, text))
+                else:
+                    await self._redis.zrem("tinker:expiring", path)
         return found
 
     async def checkpoint(self, tenant: str, model: str, kind: str, name: str) -> TinkerCheckpoint:

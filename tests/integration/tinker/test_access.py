@@ -175,13 +175,20 @@ async def test_a_checkpoint_whose_time_is_over_is_gone_with_its_files(
     _, listed = await user.get("checkpoints")
     assert listed["checkpoints"][0]["expires_at"] > listed["checkpoints"][0]["time"]
     assert await workers.store.expired(time.time()) == []
-    assert (await user.send("PUT", f"{place}/ttl", {"ttl_seconds": 0}))[0] == 200
-    assert (await user.get(f"{place}/external_weights_urls"))[0] == 404
-    monkeypatch.setattr(expiry, "ROUND_S", 0.01)
+    assert (await user.send("PUT", f"{place}/ttl", {"ttl_seconds": 0}))[0] == 422, "0 would mean now, or never"
+    assert (await user.send("PUT", f"{place}/ttl", {"ttl_seconds": 1}))[0] == 200
+    await until(lambda: user.get(f"{place}/external_weights_urls"), lambda found: found[0] == 404)
+    monkeypatch.setattr(expiry, "ROUND_S", 3600.0)
+    places = [checkpoint_of(ctx, saved.model, name=f"n{number}", expires=time.time() - 1.0) for number in range(250)]
+    for one in places:
+        await workers.store.add_checkpoint(one)
+    await workers.store._redis.zadd(
+        "tinker:expiring", {f"tinker://gone/weights/{number}": 1.0 for number in range(150)}
+    )
     access = Access(ctx)
     async with running(expiry.expire(access)):
-        await until(lambda: not access.directory(saved).exists())
-    assert await workers.store.checkpoints(saved.model) == []
+        await until(lambda: not any(access.directory(one).exists() for one in [saved, *places]))
+    assert await workers.store.checkpoints(saved.model) == [], "in the first round"
 
 
 async def test_too_many_commands_that_wait_are_refused(
@@ -192,6 +199,15 @@ async def test_too_many_commands_that_wait_are_refused(
     workers.answers = False
     statuses = [(await user.post("optim_step", model_id=model, seq_id=seq))[0] for seq in range(1, 5)]
     assert statuses == [200, 200, 200, 429]
+
+
+@pytest.mark.parametrize(
+    ("version", "status"),
+    [("0.12.9", 422), ("0.7.0", 422), ("0.13.0", 200), ("0.38.0", 200), ("1.0", 200), ("", 200), ("other-client", 200)],
+)
+async def test_an_sdk_that_is_too_old_is_told_so_at_once(user: Client, version: str, status: int) -> None:
+    found, answer = await user.post("create_session", tags=[], user_metadata=None, sdk_version=version)
+    assert found == status and (status == 200 or "use tinker 0.13 or newer" in str(answer)), answer
 
 
 async def test_a_session_from_its_opening_to_its_end(user: Client, workers: FakeWorkers) -> None:

@@ -60,6 +60,14 @@ async def test_a_model_is_created_trained_and_saved_in_the_order_of_its_numbers(
     assert [command.seq for command in workers.commands] == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("seconds", [0, -1, 1e12])
+async def test_a_time_to_live_of_a_save_is_a_second_or_more(user: Client, workers: FakeWorkers, seconds: float) -> None:
+    """As it is when it is set later: 0 meant for ever here, and now there."""
+    model = await user.model()
+    promise = await user.ok("save_weights", model_id=model, seq_id=1, path="a", ttl_seconds=seconds)
+    assert "ttl_seconds" in (await user.result(promise))["error"]
+
+
 async def test_both_forms_of_a_forward_pass_make_the_same_command(user: Client, workers: FakeWorkers) -> None:
     model = await user.model()
     body = {"model_id": model, "seq_id": 1, "forward_backward_input": {"data": [DATUM], "loss_fn": "cross_entropy"}}
