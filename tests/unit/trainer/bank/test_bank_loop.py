@@ -248,3 +248,12 @@ async def test_commands_do_not_outlive_a_crashed_loop(make_bank: MakeBank, monke
             await loop.create("x", "a", LORA, seed=0)
             with pytest.raises(asyncio.CancelledError):
                 await loop.run_units("x", "a", some_units(0), PassOptions())
+
+
+def test_the_program_of_the_documentation_runs(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[4] / "docs" / "shared-trainers.md").read_text()
+    program = page.partition("```python\n")[2].partition("```")[0]
+    program = program.replace("runs/models/tiny", str(small)).replace("runs/bank", str(tmp_path / "bank"))
+    exec(compile(program, "shared-trainers.md", "exec"), {})
+    loss, norm = map(float, capsys.readouterr().out.split())
+    assert loss > 0 and norm > 0
