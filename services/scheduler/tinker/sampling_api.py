@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -15,6 +16,7 @@ from aiohttp import web
 from opentinker.services.scheduler.http.auth import tenant_of
 from opentinker.services.scheduler.http.errors import json_response
 from opentinker.services.scheduler.http.route_decorator import Route
+from opentinker.services.scheduler.jobs.disk_threads import on_disk
 from opentinker.services.scheduler.tinker.access import Access, base_of, context_of, shown_base, too_many
 from opentinker.services.scheduler.tinker.bodies import (
     MAX_SEQ,
@@ -97,6 +99,7 @@ class SamplingApi:
             raise SpecError.of("sampling_session_id", None, "is missing; make a sampling client first")
         sampler = await self._access.sampler(request, body.sampling_session_id)
         seq = seq_of("seq_id", body.seq_id)
+        await self._refuse_withdrawn(request, sampler)
         job = await self._access.server(sampler.job)
         asked = sample_of(body, f"{sampler.id}#{seq}", tenant_of(request))
         _refuse_large(asked, context_of(job))
@@ -111,6 +114,16 @@ class SamplingApi:
             await self._store.sent(asked.request, sampler.job, sampler.tenant)
         ids = [f"{asked.request}:{number}" for number in range(asked.count)]
         return json_response({"request_id": asked.request, "sample_sequence_ids": ids})
+
+    async def _refuse_withdrawn(self, request: web.Request, sampler: Sampler) -> None:
+        """Raise NotFound once the tenant may not read the sampler's checkpoint any more: it was deleted, has expired,
+        or is no longer public. One that was saved again keeps the weights of its samplers."""
+        if not sampler.path:
+            return
+        found = await self._access.checkpoint(request, sampler.path)
+        is_replaced = str(self._access.directory(found)) != sampler.directory
+        if is_replaced and not await on_disk(self._access.ctx, Path(sampler.directory).is_dir):
+            raise NotFound(f"the weights of sampler {sampler.id} were removed; make a sampler of {sampler.path} again")
 
     async def _publish(self, asked: SampleRequest, sampler: Sampler, msg_id: str) -> None:
         newest = await self._store.newest_of(sampler)

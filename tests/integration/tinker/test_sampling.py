@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import math
+import shutil
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -19,6 +22,7 @@ from opentinker.shared.types.core import JobState
 from opentinker.shared.types.tinker import Answer, Failed, Likely, Sampled, Sampler, SampleSequence, Stepped
 from tests.conftest import until
 from tests.integration.tinker.site import BASE, Client, FakeWorkers, checkpoint_of, passes, start_server
+from tests.support.api import Http, new_key_of
 
 
 def asked(sampler: str, seq: int = 0, **changes: Any) -> dict[str, Any]:
@@ -165,6 +169,50 @@ async def test_a_checkpoint_is_sampled_with_the_base_that_its_client_trained_by_
     for name in (other, "other/base"):
         status, answer = await user.post("create_sampling_session", **made, base_model=name)
         assert status == 422 and f"is not the checkpoint's base, {BASE}" in answer["detail"]
+
+
+async def test_a_checkpoint_that_is_public_no_longer_or_deleted_is_not_sampled(
+    user: Client, api: Http, workers: FakeWorkers, ctx: Context
+) -> None:
+    saved = checkpoint_of(ctx, await user.model(), kind="sampler_weights")
+    await workers.store.add_checkpoint(saved)
+    path = f"training_runs/{saved.model}/checkpoints/sampler_weights/first"
+    blue = Client(api, await new_key_of(ctx.store, "blue"))
+    async with FakeWorkers(ctx, await start_server(ctx, open_to=["blue"])).work():
+        assert (await user.send("POST", f"{path}/publish"))[0] < 300
+        own, other = [await sampler_of(one, base_model=None, model_path=saved.path) for one in (user, blue)]
+        await user.result(await user.ok("asample", **asked(own)))
+        await blue.result(await blue.ok("asample", **asked(other)))
+        assert (await user.send("DELETE", f"{path}/publish"))[0] < 300
+        status, answer = await blue.post("asample", **asked(other, 1))
+        assert status == 404 and saved.path in answer["detail"]
+        await user.ok("asample", **asked(own, 1))
+        assert (await user.send("DELETE", path))[0] < 300
+        assert (await user.post("asample", **asked(own, 2)))[0] == 404
+
+
+async def test_a_checkpoint_that_has_expired_is_not_sampled(user: Client, workers: FakeWorkers, ctx: Context) -> None:
+    saved = checkpoint_of(ctx, await user.model(), kind="sampler_weights")
+    await workers.store.add_checkpoint(saved)
+    sampler = await sampler_of(user, base_model=None, model_path=saved.path)
+    await workers.store.change_checkpoint(saved, expires=1.0)
+    status, answer = await user.post("asample", **asked(sampler))
+    assert status == 404 and saved.path in answer["detail"]
+
+
+async def test_weights_that_were_replaced_under_their_name_are_sampled_until_they_are_removed(
+    user: Client, workers: FakeWorkers, ctx: Context
+) -> None:
+    saved = checkpoint_of(ctx, await user.model(), kind="sampler_weights")
+    await workers.store.add_checkpoint(saved)
+    sampler = await sampler_of(user, base_model=None, model_path=saved.path)
+    await workers.store.add_checkpoint(msgspec.structs.replace(saved, seq=5, place_name="first@5"))
+    await user.result(await user.ok("asample", **asked(sampler)))
+    directory = Path(workers.samples[-1].directory)
+    assert directory.name == "first"
+    shutil.rmtree(directory)
+    status, answer = await user.post("asample", **asked(sampler, 1))
+    assert status == 404 and "were removed" in answer["detail"]
 
 
 # --- futures --------------------------------------------------------------------------------------------------------
