@@ -276,9 +276,13 @@ class _Number(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def read_command(request: web.Request, kind: type[B], limit: int = SMALL) -> B | Refused:
-    """Return the JSON body of a command; Refused if its number alone is as it must be, because later commands of the
-    model wait for it. Raises SpecError and what `read_raw` raises."""
-    raw = await read_raw(request, beyond(limit))
+    """Return the JSON body of a command, or Refused. Raises SpecError and what `read_raw` raises."""
+    return await parse_command(await read_raw(request, beyond(limit)), kind, limit)
+
+
+async def parse_command(raw: bytes, kind: type[B], limit: int) -> B | Refused:
+    """Return the command in a JSON body; Refused if its number alone is as it must be, because later commands of the
+    model wait for it. Raises SpecError, HTTPRequestEntityTooLarge."""
     try:
         if len(raw) > limit:
             raise oversized(len(raw), limit)

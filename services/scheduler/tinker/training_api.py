@@ -13,6 +13,7 @@ import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import msgspec
 from aiohttp import web
@@ -40,6 +41,7 @@ from opentinker.services.scheduler.tinker.bodies import (
     finite,
     metadata_of,
     name_of,
+    parse_command,
     read_body,
     read_command,
     read_raw,
@@ -68,8 +70,10 @@ JSON = "application/json"
 LARGEST_SETTING = 1e6
 """Of an optimizer step; the trainer computes with float32."""
 FULL = LoraShape(rank=0)
-LARGE_AT_ONCE = 4
-"""Large bodies that are read and parsed at the same time: a parsed one takes ten times its bytes."""
+LARGE_OF_TENANT = 4
+"""A tenant's large bodies that are read, parsed and sent at the same time."""
+PARSED_AT_ONCE = 4
+"""Large bodies of all tenants that are parsed at the same time: a parsed one takes ten times its bytes."""
 
 
 G = TypeVar("G")
@@ -79,7 +83,9 @@ Make = Callable[[G, TinkerModel, int], Awaitable[Body]]
 class TrainingApi:
     def __init__(self, access: Access, commands: Commands, endings: Endings) -> None:
         self._access, self._commands, self._endings = access, commands, endings
-        self._large = asyncio.Semaphore(LARGE_AT_ONCE)
+        self._parsing = asyncio.Semaphore(PARSED_AT_ONCE)
+        self._large: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        """Places for large bodies by tenant."""
 
     # --- models -----------------------------------------------------------------------------------------------------
 
@@ -200,14 +206,8 @@ class TrainingApi:
         The body may be application/x-protobuf too, as newer clients send it."""
         if PROTOBUF not in request.headers.get("Content-Type", ""):
             return await self._forward_json(request, backward=True)
-        async with self._large if (request.content_length or LARGE) > bodies.MIDDLE else contextlib.nullcontext():
-            raw = await read_raw(request, beyond(training_data.PROTOBUF_BYTES))
-            message = await aside(len(raw), training_data.from_protobuf, raw)
-
-            async def forward(message: Any, _: TinkerModel, __: int) -> Body:
-                return await aside(len(raw), training_data.forward_of_protobuf, message)
-
-            return await self._send(request, message, forward)
+        most = beyond(training_data.PROTOBUF_BYTES)
+        return await self._forward(request, most, _from_protobuf, training_data.forward_of_protobuf)
 
     @Route("POST", "/api/v1/forward", Action.JOBS_WRITE, takes=JSON, frequent=True)
     async def forward(self, request: web.Request) -> web.Response:
@@ -215,13 +215,28 @@ class TrainingApi:
         return await self._forward_json(request, backward=False)
 
     async def _forward_json(self, request: web.Request, *, backward: bool) -> web.Response:
-        async with self._large if (request.content_length or LARGE) > bodies.MIDDLE else contextlib.nullcontext():
-            body = await read_command(request, ForwardBody, LARGE)
+        make = partial(training_data.forward_of_json, backward=backward)
+        return await self._forward(request, beyond(LARGE), _from_json, make)
 
-            async def forward(body: ForwardBody, _: TinkerModel, __: int) -> Body:
-                return await asyncio.to_thread(training_data.forward_of_json, body, backward=backward)
+    async def _forward(
+        self,
+        request: web.Request,
+        most: int,
+        parse: Callable[[bytes], Awaitable[G | Refused]],
+        make: Callable[[G], Body],
+    ) -> web.Response:
+        """Read the data of a pass and send its command. A large body takes one of its tenant's places before it is
+        read: a client that stalls delays no other tenant."""
+        is_large = (request.content_length or LARGE) > bodies.MIDDLE
+        async with self._places(tenant_of(request)) if is_large else contextlib.nullcontext():
+            raw = await read_raw(request, most)
+            async with self._parsing if len(raw) > bodies.MIDDLE else contextlib.nullcontext():
+                given: Any = await parse(raw)
+                body = await _body_of(given, lambda: aside(len(raw), make, given))
+            return await self._send_body(request, given, body)
 
-            return await self._send(request, body, forward)
+    def _places(self, tenant: str) -> asyncio.Semaphore:
+        return self._large.setdefault(tenant, asyncio.Semaphore(LARGE_OF_TENANT))
 
     @Route("POST", "/api/v1/optim_step", Action.JOBS_WRITE, takes=JSON, frequent=True)
     async def optim_step(self, request: web.Request) -> web.Response:
@@ -276,12 +291,28 @@ class TrainingApi:
         asked: Any = given
         model = await self._access.model(request, asked.model_id or "")
         seq = seq_of("seq_id", asked.seq_id, 1)
-        if isinstance(given, Refused):
-            body: Body = Skip(error=given.error)
-        else:
-            body = await or_skip(partial(make, given, model, seq))
+        return await self._promise(model, seq, await _body_of(given, partial(make, asked, model, seq)))
+
+    async def _send_body(self, request: web.Request, asked: Any, body: Body) -> web.Response:
+        """Send the command of a request with this body."""
+        model = await self._access.model(request, asked.model_id or "")
+        return await self._promise(model, seq_of("seq_id", asked.seq_id, 1), body)
+
+    async def _promise(self, model: TinkerModel, seq: int, body: Body) -> web.Response:
         refused = await self._refusal(model.tenant, body) if isinstance(body, Save) else None
         return json_response(await self._commands.send(model, seq, body, refused))
+
+
+async def _body_of(given: Any, make: Callable[[], Awaitable[Body]]) -> Body:
+    return Skip(error=given.error) if isinstance(given, Refused) else await or_skip(make)
+
+
+async def _from_protobuf(raw: bytes) -> Any:
+    return await aside(len(raw), training_data.from_protobuf, raw)
+
+
+async def _from_json(raw: bytes) -> ForwardBody | Refused:
+    return await parse_command(raw, ForwardBody, LARGE)
 
 
 def step_of(adam: AdamBody) -> OptimStep:

@@ -139,9 +139,10 @@ class Client:
         assert status == 200, answer
         return answer
 
-    async def raw(self, path: str, data: bytes, **headers: str) -> tuple[int, Any]:
+    async def raw(self, path: str, data: bytes | AsyncIterator[bytes], **headers: str) -> tuple[int, Any]:
         headers = {**self.headers, "Content-Type": "application/x-protobuf", **headers}
-        return await self.http("POST", f"/api/v1/{path}", headers=headers, data=io.BytesIO(data))
+        body = io.BytesIO(data) if isinstance(data, bytes) else data
+        return await self.http("POST", f"/api/v1/{path}", headers=headers, data=body)
 
     async def result(self, promise: dict[str, Any], *, protobuf: bool = False) -> Any:
         headers = {**self.headers, **({"Accept": "application/x-protobuf"} if protobuf else {})}

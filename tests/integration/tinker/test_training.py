@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 import zstandard
 
 from opentinker.services.scheduler.tinker.schema import ForwardBackwardOutput
+from opentinker.services.scheduler.tinker.training_api import LARGE_OF_TENANT
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.types.tinker import (
     Create,
@@ -21,6 +24,7 @@ from opentinker.shared.types.tinker import (
     Skip,
 )
 from tests.integration.tinker.site import BASE, Client, FakeWorkers, checkpoint_of, fill, passes
+from tests.support.api import Http, new_key_of
 
 DATUM = {
     "model_input": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}, {"type": "encoded_text", "tokens": [3]}]},
@@ -206,6 +210,31 @@ async def test_a_small_body_that_is_a_large_one_is_refused(user: Client) -> None
     assert len(bomb) < 1 << 16 and status == 413, answer
     status, _ = await user.raw("forward_backward", bytes(9 << 20))
     assert status == 413
+
+
+async def test_uploads_of_a_tenant_that_stall_do_not_delay_large_ones_of_others(
+    user: Client, workers: FakeWorkers, api: Http, ctx: Context
+) -> None:
+    model, blue = await user.model(), Client(api, await new_key_of(ctx.store, "blue"))
+    reading, stalls = asyncio.Semaphore(0), asyncio.Event()
+
+    async def stalled() -> AsyncIterator[bytes]:
+        yield b"x"
+        reading.release()
+        await stalls.wait()
+
+    async def upload() -> AsyncIterator[bytes]:  # without a Content-Length it may be large
+        yield passes(model, 1)
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(2 * LARGE_OF_TENANT):
+            tasks.create_task(blue.raw("forward_backward", stalled()))
+        for _ in range(2 * LARGE_OF_TENANT):
+            await reading.acquire()
+        async with asyncio.timeout(5.0):
+            status, promise = await user.raw("forward_backward", upload())
+        assert status == 200 and (await user.result(promise))["metrics"] == {"loss:sum": 1.5}
+        stalls.set()
 
 
 async def test_a_repeated_request_is_carried_out_once_and_another_under_its_number_is_refused(
