@@ -11,6 +11,7 @@ Redis keys:
                                    that is not in the stream yet leaves it after UNSENT_S
     tinker:tokens:{job}:{tenant}:{minute}    tokens that the tenant's requests had in this minute; expires
     tinker:reserved:{job}:{tenant}:{minute}  those of them that requests without an answer may need; expires
+    tinker:owed:{job}:{tenant}     hash: tokens that a command had beyond the limit, and of which minute; expires
 """
 
 from __future__ import annotations
@@ -35,14 +36,27 @@ MAX_WAITING = 256
 """Commands of a model without an answer."""
 MAX_WAITING_SAMPLES = 1024
 """Requests for samples of a tenant on one server without an answer."""
+MINUTES_CHARGED = 3
+"""Later minutes of a tenant that a large command can use up: clients send a refused one again for five minutes."""
 UNSENT_S = 60.0
 """A request for samples that could not be sent counts as one that waits for this time."""
 
 
-# KEYS asked, model, open, tokens, reserved. ARGV: number, digest, MAX_WAITING, tokens, limit (empty: they are not
-# counted). The number that all waiting commands wait for is always admitted, as far as the tokens allow. Tokens that
-# samples may need do not delay commands.
-_ASK = """
+# Tokens of later minutes that commands have had already.
+_OWED = """
+local function owed(key, limit, minute)
+  local known = redis.call('HMGET', key, 'minute', 'tokens')
+  if not known[1] then return 0 end
+  return math.max(0, tonumber(known[2]) - limit * (tonumber(minute) - tonumber(known[1]) - 1))
+end
+"""
+
+# KEYS asked, model, open, tokens, reserved, owed. ARGV: number, digest, MAX_WAITING, tokens, limit (empty: they are not
+# counted), minute, MINUTES_CHARGED. The number that all waiting commands wait for is always admitted, as far as the
+# tokens allow. Tokens that samples may need do not delay commands.
+_ASK = (
+    _OWED
+    + """
 local known = redis.call('HGET', KEYS[1], ARGV[1])
 if known == ARGV[2] then return 1 end
 if known then return 0 end
@@ -53,10 +67,17 @@ if waiting >= tonumber(ARGV[3]) then
   if number ~= missing or lowest < missing then return -1 end
 end
 if ARGV[5] ~= '' then
+  local limit = tonumber(ARGV[5])
   local used = tonumber(redis.call('GET', KEYS[4]) or 0) - tonumber(redis.call('GET', KEYS[5]) or 0)
-  if used >= tonumber(ARGV[5]) then return -2 end
+  used = used + owed(KEYS[6], limit, ARGV[6])
+  if used >= limit then return -2 end
   redis.call('INCRBY', KEYS[4], ARGV[4])
   redis.call('EXPIRE', KEYS[4], 120)
+  local beyond = math.min(used + tonumber(ARGV[4]) - limit, limit * tonumber(ARGV[7]))
+  if beyond > 0 then
+    redis.call('HSET', KEYS[6], 'minute', ARGV[6], 'tokens', string.format('%.0f', beyond))
+    redis.call('EXPIRE', KEYS[6], 60 * (tonumber(ARGV[7]) + 2))
+  end
 end
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
 redis.call('ZADD', KEYS[3], ARGV[1], ARGV[1])
@@ -66,6 +87,7 @@ if number == missing then
 end
 return 2
 """
+)
 
 # KEYS asked, model. ARGV: number. A model that was removed stays removed.
 _LEAVE_OUT = """
@@ -84,10 +106,12 @@ redis.call('ZREM', KEYS[2], ARGV[3])
 return kept and 1 or 0
 """
 
-# KEYS draw, answer, waiting, tokens, reserved. ARGV: request, digest, now, seconds, MAX_WAITING_SAMPLES, tenant, job,
-# minute, tokens of the prompt, tokens in all, limit (empty: they are not counted), 1 for one whose answer is forgotten,
-# UNSENT_S. Returns a code, and how often the request was lost.
-_ASK_SAMPLE = """
+# KEYS draw, answer, waiting, tokens, reserved, owed. ARGV: request, digest, now, seconds, MAX_WAITING_SAMPLES, tenant,
+# job, minute, tokens of the prompt, tokens in all, limit (empty: they are not counted), 1 for one whose answer is
+# forgotten, UNSENT_S. Returns a code, and how often the request was lost.
+_ASK_SAMPLE = (
+    _OWED
+    + """
 local known, again = redis.call('HGET', KEYS[1], 'digest'), ARGV[12] == '1'
 local lost = tonumber(redis.call('HGET', KEYS[1], 'lost') or 0)
 if known and known ~= ARGV[2] then return {0, lost} end
@@ -96,7 +120,10 @@ if known and not again then
   if redis.call('EXISTS', KEYS[2]) == 1 or redis.call('ZSCORE', KEYS[3], ARGV[1]) then return {1, lost} end
 end
 if redis.call('ZCARD', KEYS[3]) >= tonumber(ARGV[5]) then return {-1, lost} end
-if ARGV[11] ~= '' and tonumber(redis.call('GET', KEYS[4]) or 0) >= tonumber(ARGV[11]) then return {-2, lost} end
+if ARGV[11] ~= '' then
+  local limit = tonumber(ARGV[11])
+  if tonumber(redis.call('GET', KEYS[4]) or 0) + owed(KEYS[6], limit, ARGV[8]) >= limit then return {-2, lost} end
+end
 if again then
   if redis.call('DEL', KEYS[2]) == 0 then return {1, lost} end
   lost = redis.call('HINCRBY', KEYS[1], 'lost', 1)
@@ -114,6 +141,7 @@ if ARGV[11] ~= '' then
 end
 return {2, lost}
 """
+)
 
 # KEYS answer, waiting, tokens and reserved of the minute of the request, tokens of this minute. ARGV: answer, seconds,
 # request, tokens reserved, tokens more than those (both empty: they stay), 1 if it waits no longer
@@ -157,6 +185,10 @@ class Quota(msgspec.Struct, frozen=True, kw_only=True):
     def reserved(self) -> str:
         return f"tinker:reserved:{self.job}:{self.tenant}:{self.minute}"
 
+    @property
+    def owed(self) -> str:
+        return f"tinker:owed:{self.job}:{self.tenant}"
+
 
 class AskedSample(NamedTuple):
     state: Literal["new", "known", "again"]
@@ -186,16 +218,18 @@ class TinkerRequests:
     async def ask(
         self, model: str, seq: int, digest: str, *, tokens: int = 0, quota: Quota | None = None, bounded: bool = True
     ) -> bool:
-        """Note the body of a command and count its tokens; return whether it is new. A repeated one counts nothing.
+        """Note the body of a command and count its tokens, those beyond the limit in the next minutes; return whether
+        it is new. A repeated one counts nothing.
 
         Raises Conflict if this number was used with another body, TooManyWaiting if MAX_WAITING commands have no answer
         yet, unless all of them wait for this one or it is not `bounded`, TokensSpent if the limit is reached."""
         counted = quota is not None and quota.limit is not None and tokens > 0
+        counts = quota or Quota(job=model, tenant="", minute=0)
         known = await self._ask(
-            keys=[f"tinker:asked:{model}", f"tinker:model:{model}", f"tinker:open:{model}",
-                  *([quota.key, quota.reserved] if quota else [f"tinker:tokens:{model}", f"tinker:reserved:{model}"])],
+            keys=[f"tinker:asked:{model}", f"tinker:model:{model}", f"tinker:open:{model}", counts.key, counts.reserved,
+                  counts.owed],
             args=[str(seq), digest, str(MAX_WAITING if bounded else 1 << 53), str(tokens),
-                  str(quota.limit) if quota and counted else ""],
+                  str(counts.limit) if counted else "", str(counts.minute), str(MINUTES_CHARGED)],
         )  # fmt: skip
         if not known:
             raise Conflict(f"seq_id {seq} of model {model} was used for another request")
@@ -245,7 +279,7 @@ class TinkerRequests:
     ) -> AskedSample:
         known, lost = await self._ask_sample(
             keys=[f"tinker:draw:{request}", f"tinker:answer:{request}", _waiting(quota.job, quota.tenant), quota.key,
-                  quota.reserved],
+                  quota.reserved, quota.owed],
             args=[request, digest, time.time(), ANSWER_KEPT_S, MAX_WAITING_SAMPLES, quota.tenant, quota.job,
                   quota.minute, prompt, prompt + drawn, "" if quota.limit is None else quota.limit, int(again),
                   UNSENT_S],

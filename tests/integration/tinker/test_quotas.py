@@ -13,7 +13,7 @@ from opentinker.services.scheduler.tinker.sampling_api import ASSUMED_TOKENS
 from opentinker.shared.messaging.bus import Bus, StreamFull
 from opentinker.shared.messaging.subjects import SAMPLE
 from opentinker.shared.runtime.service import Context
-from opentinker.shared.state.tinker.requests import UNSENT_S
+from opentinker.shared.state.tinker.requests import UNSENT_S, Quota, TokensSpent
 from opentinker.shared.types.tinker import Answer, Failed
 from tests.integration.tinker.site import Client, FakeWorkers, passes, start_server
 from tests.integration.tinker.test_sampling import asked, sampler_of
@@ -65,6 +65,26 @@ async def test_requests_at_the_same_time_are_counted_before_any_passes(site: Sit
     calls = [site.user.raw("forward_backward", passes(model, seq)) for seq in range(1, 9)]
     statuses = sorted([status for status, _ in await asyncio.gather(*calls)])
     assert statuses == [200] + [429] * 7 and await site.counted() == 1000
+
+
+async def test_what_a_command_has_beyond_the_limit_is_charged_to_the_next_minutes(site: Site) -> None:
+    def quota(minute: int) -> Quota:
+        return Quota(job="j", tenant="t", minute=MINUTE + minute, limit=1000)
+
+    async def ask(minute: int, seq: int, tokens: int) -> bool:
+        try:
+            return await site.store.ask("m", seq, "digest", tokens=tokens, quota=quota(minute))
+        except TokensSpent:
+            return False
+
+    assert await ask(0, 1, 2500)
+    assert [await ask(minute, 2, 600) for minute in (0, 1, 2)] == [False, False, True], "1500 tokens are owed"
+    with pytest.raises(TokensSpent):
+        await site.store.ask_sample("s#0", "digest", quota(2), prompt=1)
+    assert await ask(3, 3, 1), "100 are owed"
+    await site.store.ask_sample("s#0", "digest", quota(3), prompt=1)
+    assert await ask(4, 4, 10_000_000)
+    assert [await ask(minute, 5, 1) for minute in (5, 6, 7, 8)] == [False, False, False, True], "three at most"
 
 
 async def test_a_request_that_could_not_be_sent_is_counted_once(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
