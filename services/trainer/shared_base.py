@@ -21,6 +21,7 @@ from opentinker.services.trainer.cpu_shares import CpuShares
 from opentinker.shared.asyncio_tools import cancel_and_wait, finish_uncancelled
 from opentinker.shared.data.readable_paths import opening
 from opentinker.shared.durable_files import local_path
+from opentinker.shared.runtime.job_logs import outside_job_log
 from opentinker.shared.runtime.memory import memory_bytes
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec
@@ -154,7 +155,8 @@ class SharedBase:
             gc.collect()
             async with opening(self._ctx.store, self._ctx.settings, job):
                 loop = await asyncio.to_thread(self._load, spec)
-            await self._held.enter_async_context(loop)
+            with outside_job_log():  # it serves later jobs, too, which may be other tenants'
+                await self._held.enter_async_context(loop)
         except BaseException as error:
             if self._opening is asyncio.current_task():
                 self._base = ""

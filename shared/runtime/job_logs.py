@@ -11,11 +11,13 @@ from __future__ import annotations
 import re
 import time
 from collections import deque
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import msgspec
+import structlog
 
 from opentinker.shared.asyncio_tools import every
 from opentinker.shared.messaging.bus import Bus
@@ -23,6 +25,8 @@ from opentinker.shared.messaging.subjects import LOG
 from opentinker.shared.security.redact import without_secrets
 from opentinker.shared.types.telemetry import LEVELS, LogLine
 
+OUTSIDE = "server"
+"""Field of lines outside of the job's log that has the job."""
 ROOM = 2000
 """Lines that wait to be sent."""
 SEND_S = 0.25
@@ -33,6 +37,15 @@ FIELDS = 30
 _JOB = re.compile(r"j-[a-z0-9]{10}")
 """Other ids belong to tests and to `cluster`, whose logs cannot be requested."""
 _OWN = ("timestamp", "level", "event", "job", "service", "worker", "exception", "stack")
+
+
+@contextmanager
+def outside_job_log() -> Iterator[None]:
+    """Keep lines of the block, and of tasks that it creates, in this service's own log: they name what belongs to other
+    tenants than the job's, who reads the job's log."""
+    job = structlog.contextvars.get_contextvars().get("job")
+    with structlog.contextvars.bound_contextvars(job=None, **({OUTSIDE: job} if job else {})):
+        yield
 
 
 class JobLogs:

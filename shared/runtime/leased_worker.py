@@ -86,6 +86,8 @@ class LeasedWorker:
         """None while it has a lease."""
         self.trace = ""
         """`traceparent` of the lease's job."""
+        self.tenant = ""
+        """The tenant of the lease's job."""
         self.spent: Counter[str] = Counter()
         """Costs of the lease other than time, by kind (usage.py); `work` adds to it."""
         self.leftovers: list[str] = []
@@ -276,7 +278,7 @@ class LeasedWorker:
             log.info("lease_taken")
             try:
                 record = await self.ctx.store.job(lease.job)
-                self.trace = record.trace
+                self.trace, self.tenant = record.trace, record.tenant
                 await self.status("loading", job=lease.job, epoch=lease.epoch)
                 self.spent, self.leftovers = Counter(), []
                 with structlog.contextvars.bound_contextvars(trace=trace_id(record.trace)):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import AsyncExitStack
+from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -31,6 +31,7 @@ from opentinker.services.rollout_worker.tinker.turns import Turns
 from opentinker.shared.asyncio_tools import cancel_and_wait, forward_exception, gather_all, sleep
 from opentinker.shared.messaging.bus import Delivery
 from opentinker.shared.messaging.subjects import ANSWERED
+from opentinker.shared.runtime.job_logs import outside_job_log
 from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.runtime.service import first_failure
 from opentinker.shared.runtime.telemetry import Meters, Reporter
@@ -159,7 +160,7 @@ class TinkerJob:
         self.current.add(id)
         self.meter.counts["serving/requests"] += 1
         try:
-            with structlog.contextvars.bound_contextvars(request=id):
+            with self._log_of(request), structlog.contextvars.bound_contextvars(request=id):
                 async with delivery.held(self.ack_wait_s):
                     if await self.store.answered(id) is not None:  # given up, or drawn elsewhere
                         await self.store.drop_sample(id)
@@ -172,6 +173,11 @@ class TinkerJob:
                     await self._keep(id, result, request)
         finally:
             self.current.discard(id)
+
+    def _log_of(self, request: SampleRequest | None) -> AbstractContextManager[None]:
+        """Lines about a request go to the job's log if it is one of the job's tenant, who reads that log."""
+        is_own = request is not None and request.tenant == self.worker.tenant
+        return nullcontext() if is_own else outside_job_log()
 
     async def _keep(self, id: str, result: Sampled | Failed, request: SampleRequest | None) -> None:
         """Keep the answer unless there is one, count its tokens, and tell who waits for it."""

@@ -33,6 +33,7 @@ from opentinker.shared.asyncio_tools import (
     forward_exception,
 )
 from opentinker.shared.messaging.consumer import ConsumerDeleted
+from opentinker.shared.runtime.job_logs import outside_job_log
 from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.runtime.service import first_failure
 from opentinker.shared.spec import JobSpec
@@ -89,7 +90,7 @@ class TinkerJob:
                 "intake": self._intake.run(),
                 "broken": self._failure(),
                 "purge": every(PURGE_S, self._purge),
-                "tidy": every_despite(TIDY_S, self._tidy, "tidy_failed", OSError),
+                "tidy": self._tidy_loop(),
                 "report": every(REPORT_S, self._report),
                 "end": self.worker.ended(),
             })  # fmt: skip
@@ -103,10 +104,15 @@ class TinkerJob:
         if arrived.model not in self._models:
             forget = partial(self._forget, arrived.model)
             runner = ModelRunner(self._shared, self._intake, arrived.model, forget=forget, broken=self._broken)
-            task = asyncio.create_task(runner.run(), name=arrived.model)
+            with self._log_of("" if arrived.command is None else arrived.command.tenant):
+                task = asyncio.create_task(runner.run(), name=arrived.model)
             task.add_done_callback(lambda done: forward_exception(done, self._broken))
             self._models[arrived.model] = runner, task
         self._models[arrived.model][0].offer(arrived)
+
+    def _log_of(self, tenant: str) -> contextlib.AbstractContextManager[None]:
+        """Lines of the block go to the job's log if they are about what belongs to the job's tenant, who reads it."""
+        return contextlib.nullcontext() if tenant == self._curves.tenant else outside_job_log()
 
     async def _report(self) -> None:
         await self._curves.report()
@@ -130,6 +136,10 @@ class TinkerJob:
         await self._intake.purge(
             lambda: [place for runner, _ in self._models.values() for place in runner.uncovered.values()]
         )
+
+    async def _tidy_loop(self) -> None:
+        with outside_job_log():
+            await every_despite(TIDY_S, self._tidy, "tidy_failed", OSError)
 
     async def _tidy(self) -> None:
         """Remove files of samplers that no client uses any longer, and that were replaced or whose model has ended."""
@@ -162,10 +172,7 @@ class TinkerJob:
     async def _close_runners(self) -> None:
         runners, is_over = [runner for runner, _ in self._models.values()], await self._is_over()
         save_s = 0.0 if is_over else CLOSE_S
-        closed = await asyncio.gather(*(runner.close(save_s=save_s) for runner in runners), return_exceptions=True)
-        for runner, error in zip(runners, closed, strict=True):
-            if isinstance(error, Exception):  # its commands are carried out again
-                log.warning("model_not_stored", model=runner.model, error=str(error))
+        await asyncio.gather(*(self._close_runner(runner, save_s) for runner in runners), return_exceptions=True)
         if is_over:
             over = Failed(error="the Tinker server has ended", category="server")
             for runner in runners:
@@ -174,6 +181,13 @@ class TinkerJob:
         else:
             with contextlib.suppress(Fenced, ConsumerDeleted):
                 await self._purge()
+
+    async def _close_runner(self, runner: ModelRunner, save_s: float) -> None:
+        with self._log_of(runner.tenant):
+            try:
+                await runner.close(save_s=save_s)
+            except Exception as error:  # noqa: BLE001 - its commands are carried out again
+                log.warning("model_not_stored", model=runner.model, error=str(error))
 
     async def _is_over(self) -> bool:
         """Return whether the job has ended; no if Redis does not say."""

@@ -6,13 +6,14 @@ import asyncio
 import operator
 import shutil
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, MutableMapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import structlog
 from redis.exceptions import ResponseError
 
 from opentinker.services.rollout_worker.engines.base import Completion, EngineLost
@@ -67,6 +68,34 @@ async def test_samples_are_drawn_side_by_side_and_seeds_repeat_them(bench: Bench
     assert counted == {"sampling_prefill": 3 * len(PROMPT), "sampling_sample": drawn}
     one = first.sequences[0]
     assert np.allclose(np.frombuffer(one.logprobs, "<f4"), -np.log(128)) and one.stop in ("stop", "length")
+
+
+async def test_lines_about_requests_of_other_tenants_are_not_in_the_log_of_the_servers_job(
+    bench: Bench, tmp_path: Path
+) -> None:
+    lines: list[dict[str, Any]] = []
+
+    def keep(_logger: Any, _method: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+        lines.append(dict(line))
+        raise structlog.DropEvent
+
+    before = structlog.get_config()["processors"]
+    structlog.configure(processors=[structlog.contextvars.merge_contextvars, keep])
+    try:
+        with structlog.contextvars.bound_contextvars(job=bench.job):  # as a worker's lease does
+            async with bench.serving(Gated()) as job:
+                job.worker.tenant = "t"
+                for tenant in ("t", "other"):
+                    place = str(write_adapter(tmp_path / tenant))
+                    await bench.sampled(
+                        await bench.ask(f"{tenant}-0", tenant=tenant, directory=place, version=f"of-{tenant}", rank=4)
+                    )
+                    await bench.failed(await bench.ask(f"{tenant}-1", tenant=tenant, prompt=[10**6]))
+    finally:
+        structlog.configure(processors=before)
+    found = [line for line in lines if line["event"] in ("adapter_loaded", "sample_failed")]
+    assert [line["job"] for line in found] == [bench.job] * 2 + [None] * 2
+    assert all(line["server"] == bench.job for line in found[2:])
 
 
 async def test_adapters_are_loaded_on_demand_and_logprobs_of_prompts_are_told(bench: Bench, tmp_path: Path) -> None:
