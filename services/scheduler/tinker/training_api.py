@@ -272,14 +272,13 @@ class TrainingApi:
 
         return await self._send(request, await read_command(request, SaveBody), save)
 
-    async def _refusal(self, tenant: str, save: Save) -> Skip | None:
+    async def _refusal(self, model: TinkerModel, save: Save) -> Skip | None:
         """Return what is answered to a save for which there is no room."""
         store = self._access.store
         try:
-            if save.name:
-                await store.require_room_for_checkpoint(tenant, save.name)
-            else:
-                await store.make_room_for_sampler(tenant)
+            await store.require_room_for_save(model.tenant, model.job, save.name)
+            if not save.name:
+                await store.make_room_for_sampler(model.tenant)
         except TooManyRecords as error:
             return Skip(error=str(error))
         return None
@@ -299,7 +298,7 @@ class TrainingApi:
         return await self._promise(model, seq_of("seq_id", asked.seq_id, 1), body)
 
     async def _promise(self, model: TinkerModel, seq: int, body: Body) -> web.Response:
-        refused = await self._refusal(model.tenant, body) if isinstance(body, Save) else None
+        refused = await self._refusal(model, body) if isinstance(body, Save) else None
         return json_response(await self._commands.send(model, seq, body, refused))
 
 

@@ -221,10 +221,7 @@ class ModelCommands:
             return Saved(path=made.path)
         if is_whole and known and not body.overwrite and not (known[0].expires and known[0].expires <= now):
             raise Refused(f"checkpoint {made.path} exists; choose another name, or save with overwrite")
-        try:
-            await shared.records.require_room_for_checkpoint(self.tenant, body.name)  # others had their turn meanwhile
-        except TooManyRecords as error:
-            raise Refused(str(error)) from None
+        await self._require_room(body.name)
         directory = shared.place(self.model) / body.kind / made.place
         base = self._bank.bank.base
         size = await asyncio.to_thread(
@@ -234,7 +231,15 @@ class ModelCommands:
         log.info("checkpoint_saved", path=made.path, step=made.step, bytes=size)
         return Saved(path=made.path)
 
+    async def _require_room(self, name: str = "") -> None:
+        """Raise Refused: others had their turn since the save was sent."""
+        try:
+            await self._shared.records.require_room_for_save(self.tenant, self._shared.lease.job, name)
+        except TooManyRecords as error:
+            raise Refused(str(error)) from None
+
     async def _save_sampler(self, command: Command, body: Save, adapter: Adapter) -> Saved:
+        await self._require_room()
         directory = self._shared.place(self.model) / "samplers" / f"{body.sampler}@{command.seq}"
         base = self._bank.bank.base
         await asyncio.to_thread(model_files.write_sampler, directory, adapter, base, owner=self._owner)

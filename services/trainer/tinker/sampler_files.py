@@ -21,11 +21,11 @@ WEIGHTS_KEPT_S = 600.0
 """Likewise of checkpoints: commands that load them may be under way."""
 KEPT_OF = {"weights": WEIGHTS_KEPT_S, "sampler_weights": KEPT_S, "external_weights": KEPT_S}
 MOST_KEPT = 64
-"""Samplers of a model that keep replaced files, the most recently used ones: a loop may make one in each step."""
+"""Samplers of a model that keep replaced files, the most recently used ones: a loop may make one in each step. As many
+replaced files of each kind stay that no client uses."""
 
 FULL_KEPT_S, FULL_MOST_KEPT = 600.0, 4
-"""Likewise of models that train all weights: each file is as large as the base. The number bounds those of each kind
-too that no client uses."""
+"""Likewise of models that train all weights: each file is as large as the base."""
 
 
 async def kept_for_clients(records: TinkerStore, model: str, *, most: int) -> set[str]:
@@ -42,9 +42,7 @@ async def kept_for_clients(records: TinkerStore, model: str, *, most: int) -> se
     return set(list(kept)[:most])
 
 
-def remove_replaced(
-    root: Path, *, newest: Set[str], kept: Set[str], now: float, kept_s: float, most: int | None = None
-) -> list[str]:
+def remove_replaced(root: Path, *, newest: Set[str], kept: Set[str], now: float, kept_s: float, most: int) -> list[str]:
     """Remove directories in `root` that for `kept_s` were neither among `newest`, by name, nor among `kept`, by path;
     sooner where more than `most` are neither, the oldest first. Returns their names. Raises OSError."""
     replaced, gone = [], []
@@ -57,10 +55,20 @@ def remove_replaced(
             else:
                 replaced.append((path.stat().st_mtime, path))
     for place, (changed, path) in enumerate(sorted(replaced, reverse=True)):
-        if now - changed >= kept_s or (most is not None and place >= most):
+        if now - changed >= kept_s or place >= most:
             gone.append(path.name)
             shutil.rmtree(path, ignore_errors=True)
     return sorted(gone)
+
+
+def bytes_beside(root: Path, listed: Set[str]) -> int:
+    """Return the bytes of the directories in `root` but those of these names. Raises OSError."""
+    found = 0
+    for path in root.iterdir() if root.exists() else []:
+        if path.name not in listed:
+            with suppress(FileNotFoundError):  # it was just removed
+                found += sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    return found
 
 
 def newest_of(root: Path) -> set[str]:

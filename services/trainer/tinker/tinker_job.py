@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -142,23 +143,32 @@ class TinkerJob:
             await every_despite(TIDY_S, self._tidy, "tidy_failed", OSError)
 
     async def _tidy(self) -> None:
-        """Remove files of samplers that no client uses any longer, and that were replaced or whose model has ended."""
-        records, is_full = self._shared.records, self._shared.spec.tinker.full_weights
-        most_used = sampler_files.FULL_MOST_KEPT if is_full else sampler_files.MOST_KEPT
-        longest_s = sampler_files.FULL_KEPT_S if is_full else sampler_files.KEPT_S
-        remove = partial(sampler_files.remove_replaced, most=sampler_files.FULL_MOST_KEPT if is_full else None)
+        """Remove files of samplers that no client uses any longer, and that were replaced or whose model has ended;
+        note the bytes of the others, by tenant."""
+        records, unlisted = self._shared.records, Counter[str]()
         for model in await records.models_of(self.lease.job):
-            place, now = self._shared.place(model), time.time()
-            kept = await sampler_files.kept_for_clients(records, model, most=most_used)
-            ended = await asyncio.to_thread((place / "state" / model_files.ENDED).exists)
-            root = place / "samplers"
-            newest = set() if ended else await asyncio.to_thread(sampler_files.newest_of, root)
-            await asyncio.to_thread(remove, root, newest=newest, kept=kept, now=now, kept_s=longest_s)
-            found = await records.checkpoints(model)
-            for kind, kind_s in sampler_files.KEPT_OF.items():
-                newest = {one.place for one in found if one.kind == kind}
-                kept_s = min(kind_s, longest_s)
-                await asyncio.to_thread(remove, place / kind, newest=newest, kept=kept, now=now, kept_s=kept_s)
+            unlisted[await records.tenant_of(model)] += await self._tidy_model(model)
+        await records.set_unlisted(self.lease.job, unlisted)
+
+    async def _tidy_model(self, model: str) -> int:
+        """Return the bytes of the weights that stay, and that no checkpoint of the model has."""
+        records, is_full = self._shared.records, self._shared.spec.tinker.full_weights
+        most = sampler_files.FULL_MOST_KEPT if is_full else sampler_files.MOST_KEPT
+        longest_s = sampler_files.FULL_KEPT_S if is_full else sampler_files.KEPT_S
+        place, now = self._shared.place(model), time.time()
+        kept = await sampler_files.kept_for_clients(records, model, most=most)
+        remove = partial(sampler_files.remove_replaced, kept=kept, now=now, most=most)
+        ended = await asyncio.to_thread((place / "state" / model_files.ENDED).exists)
+        root = place / "samplers"
+        newest = set() if ended else await asyncio.to_thread(sampler_files.newest_of, root)
+        await asyncio.to_thread(remove, root, newest=newest, kept_s=longest_s)
+        left = await asyncio.to_thread(sampler_files.bytes_beside, root, set())
+        found = await records.checkpoints(model)
+        for kind, kind_s in sampler_files.KEPT_OF.items():
+            newest = {one.place for one in found if one.kind == kind}
+            await asyncio.to_thread(remove, place / kind, newest=newest, kept_s=min(kind_s, longest_s))
+            left += await asyncio.to_thread(sampler_files.bytes_beside, place / kind, newest)
+        return left
 
     async def _close(self) -> None:
         """Store what has changed, unless the job is over: then answer what waits. No step prevents the next one."""

@@ -13,6 +13,8 @@ Redis keys:
     tinker:checkpoints:{model}  hash: KIND/NAME -> the TinkerCheckpoint as JSON
     tinker:checkpointed:{tenant}  sorted set of the tenant's checkpoint paths by creation time
     tinker:stored               hash: tenant -> bytes of its checkpoints
+    tinker:unlisted:{job}       hash: tenant -> bytes of weights that the job's trainer keeps and no checkpoint has;
+                                expires
     tinker:expiring             sorted set of checkpoint paths by the Unix time at which they expire
     tinker:indexed              exists once records of earlier versions are in the indexes
     tinker:secret               what URLs of downloads are signed with
@@ -22,7 +24,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -41,7 +43,10 @@ MAX_MODELS = 256
 """Largest number of a tenant's models that were not unloaded."""
 MAX_CHECKPOINT_BYTES = 1 << 40
 """Bytes of a tenant's checkpoints at which further saves are refused, when they are sent and when their turn comes.
-Those that are being written may exceed it."""
+Those that are being written may exceed it. Weights that were replaced or have no name count as the trainer last
+found them, about a minute ago."""
+UNLISTED_S = 900
+"""The trainer notes their bytes more often than this."""
 
 
 # KEYS model, models, models of the job, live, trained, session, closing. ARGV: id, record, created, MAX_MODELS, id of
@@ -189,6 +194,11 @@ class TinkerStore(TinkerSessions):
             texts = await pipe.execute()
         return [codec.from_json(TinkerModel, text) for text in texts if text], total
 
+    async def tenant_of(self, model: str) -> str:
+        """Return whose model it is; empty if it is not known any more."""
+        text = await self._redis.hget(f"tinker:model:{model}", "record")
+        return codec.from_json(TinkerModel, text).tenant if text else ""
+
     async def models_of(self, job: str) -> list[str]:
         return sorted(await self._redis.smembers(f"tinker:models:of:{job}"))
 
@@ -262,12 +272,31 @@ class TinkerStore(TinkerSessions):
         """Return the bytes of the tenant's checkpoints."""
         return int(await self._redis.hget("tinker:stored", tenant) or 0)
 
-    async def require_room_for_checkpoint(self, tenant: str, name: str) -> None:
-        """Raises TooManyRecords if the tenant's checkpoints have as many bytes as they may have."""
-        if (stored := await self.stored_bytes(tenant)) >= MAX_CHECKPOINT_BYTES:
-            problem = f"tenant {tenant} has checkpoints of {stored} bytes, and may have {MAX_CHECKPOINT_BYTES}"
-            advice = "delete some (`tinker checkpoint delete`), or save with ttl_seconds"
-            raise TooManyRecords(f"checkpoint {name} cannot be saved: {problem}; {advice}")
+    async def set_unlisted(self, job: str, bytes_of: Mapping[str, int]) -> None:
+        """Note the bytes of weights that a server keeps and that no checkpoint has, by tenant."""
+        key = f"tinker:unlisted:{job}"
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.delete(key)
+            if bytes_of:
+                pipe.hset(key, mapping=dict(bytes_of))
+                pipe.expire(key, UNLISTED_S)
+            await pipe.execute()
+
+    async def require_room_for_save(self, tenant: str, job: str, name: str = "") -> None:
+        """Raises TooManyRecords if the tenant's checkpoints have as many bytes as they may have, together with the
+        other weights that the server keeps. `name` empty: weights without a name."""
+        stored = await self.stored_bytes(tenant)
+        unlisted = int(await self._redis.hget(f"tinker:unlisted:{job}", tenant) or 0)
+        if stored + unlisted < MAX_CHECKPOINT_BYTES:
+            return
+        what = f"checkpoint {name}" if name else "weights without a name"
+        has = f"tenant {tenant} has checkpoints of {stored} bytes" + (
+            f", and {unlisted} bytes of weights on {job} that were replaced or have no name" if unlisted else ""
+        )
+        advice = "delete some (`tinker checkpoint delete`), or save with ttl_seconds"
+        if unlisted:
+            advice += "; replaced weights go within an hour after their last use"
+        raise TooManyRecords(f"{what} cannot be saved: {has}, and may have {MAX_CHECKPOINT_BYTES}; {advice}")
 
     async def remove_checkpoint(self, checkpoint: TinkerCheckpoint) -> bool:
         """Return False, and change nothing, if its record is another one by now."""

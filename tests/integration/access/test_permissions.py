@@ -263,7 +263,8 @@ async def test_each_service_of_the_tinker_api_may_do_its_work_in_redis(
         await trainer.add_sampler(sampler)
         assert await trainer.samplers_of(model.id) == [sampler] and await trainer.is_alive("s")
         await trainer.forget_use(model.id, [sampler.id])
-        await trainer.require_room_for_checkpoint("t", "n")
+        await trainer.set_unlisted("j", {"t": 1})
+        await trainer.require_room_for_save("t", "j", "n")
         await trainer.set_progress(model.id, ModelProgress(steps=1))
         for number in range(2):
             request = f"{sampler.id}#{number}"

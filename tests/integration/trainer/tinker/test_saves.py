@@ -11,6 +11,7 @@ import torch
 
 from opentinker.services.trainer.tinker import sampler_files
 from opentinker.shared.types.tinker import (
+    Failed,
     Load,
     Loaded,
     LoraShape,
@@ -101,6 +102,32 @@ async def test_checkpoints_are_saved_refused_replaced_loaded_and_begun_with(serv
     load = Load(path=path, directory=str(samplers))
     assert isinstance(await client.call(load), Loaded)
     assert "no optimizer state" in (await client.call(msgspec.structs.replace(load, optimizer=True))).error
+
+
+async def test_replaced_and_unnamed_weights_are_bounded_in_number_and_count(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most = 2
+    monkeypatch.setattr(sampler_files, "MOST_KEPT", most)
+    client = Client(server, "s:train:0")
+    await client.create()
+    for number in range(most + 3):
+        assert isinstance(await client.call(Save(kind="sampler_weights", sampler=f"s:sampler:{number}")), Saved)
+        assert isinstance(await client.call(Save(kind="weights", name="a", overwrite=True)), Saved)
+    await server.records.finish("s", "{}")
+    await server.job._tidy()
+    place = tinker_place(server.data_dir, client.model)
+    (record,) = await server.records.checkpoints(client.model)
+    left = [path for kind in ("samplers", "weights") for path in (place / kind).iterdir()]
+    assert len(left) == 2 * (1 + most), "the newest, and the last that it replaced"
+    unlisted = sum(file.stat().st_size for path in left if path.name != record.place for file in path.iterdir())
+    stored = await server.records.stored_bytes("acme")
+    monkeypatch.setattr("opentinker.shared.state.tinker.store.MAX_CHECKPOINT_BYTES", stored + unlisted + 1)
+    assert isinstance(await client.call(Save(kind="sampler_weights", sampler="s:sampler:8")), Saved)
+    monkeypatch.setattr("opentinker.shared.state.tinker.store.MAX_CHECKPOINT_BYTES", stored + unlisted)
+    for save in (Save(kind="sampler_weights", sampler="s:sampler:9"), Save(kind="weights", name="b")):
+        refused = await client.call(save)
+        assert isinstance(refused, Failed) and f"{unlisted} bytes of weights on {JOB}" in refused.error
 
 
 async def test_weights_for_a_sampler_have_a_directory_and_a_record(server: Server) -> None:
