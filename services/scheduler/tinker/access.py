@@ -22,7 +22,8 @@ from opentinker.services.scheduler.jobs.disk_threads import on_disk
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.single_flight import SingleFlight
 from opentinker.shared.spec.tinker import KIND, TinkerSpec
-from opentinker.shared.state.tinker.requests import Quota, TokensSpent, TooManyWaiting
+from opentinker.shared.state.tinker.command_bytes import TooManyWaiting
+from opentinker.shared.state.tinker.requests import Quota, TokensSpent
 from opentinker.shared.state.tinker.store import TinkerStore
 from opentinker.shared.types.core import JobRecord
 from opentinker.shared.types.errors import NotFound, SpecError

@@ -19,7 +19,7 @@ from opentinker.shared.messaging.subjects import COMMAND
 from opentinker.shared.state.tinker.sessions import TooManyRecords
 from opentinker.shared.types import codec
 from opentinker.shared.types.core import JobRecord
-from opentinker.shared.types.errors import Conflict, NotFound, SpecError
+from opentinker.shared.types.errors import Conflict, NotFound, OpenTinkerError, SpecError
 from opentinker.shared.types.tinker import (
     Command,
     Create,
@@ -67,8 +67,8 @@ class Commands:
         size, limit = len(COMMAND.encode(command)), self._bus.nc.max_payload - OVERHEAD
         if size > limit:
             error = f"the request has {size} bytes, and may have {limit}; send fewer or shorter data in one request"
-            command = msgspec.structs.replace(command, body=Skip(error=error))
-        await self._publish(job, command, _digest(body))
+            command, size = msgspec.structs.replace(command, body=Skip(error=error)), OVERHEAD
+        await self._publish(job, command, _digest(body), size)
         return {"request_id": command.request, "model_id": model.id}
 
     async def unload(self, model: TinkerModel) -> dict[str, Any]:
@@ -84,14 +84,18 @@ class Commands:
             await self._access.store.end_model(model)
         return promise
 
-    async def _publish(self, job: JobRecord, command: Command, digest: str) -> None:
+    async def _publish(self, job: JobRecord, command: Command, digest: str, size: int) -> None:
         store, body = self._access.store, command.body
         tokens = tokens_in(body) if isinstance(body, ForwardBackward) else 0
+        quota, is_bounded = self._access.quota(command.tenant, job), not isinstance(body, Unload)
         with too_many("commands"):
-            quota = self._access.quota(command.tenant, job)
-            await store.ask(
-                command.model, command.seq, digest, tokens=tokens, quota=quota, bounded=not isinstance(body, Unload)
-            )
+            is_new = is_bounded and await store.hold_bytes(command.model, command.seq, command.tenant, size)
+            try:
+                await store.ask(command.model, command.seq, digest, tokens=tokens, quota=quota, bounded=is_bounded)
+            except OpenTinkerError:
+                if is_new:
+                    await store.release_bytes(command.model, command.seq)
+                raise
         async with asyncio.timeout(PUBLISH_S):
             await self._bus.publish(COMMAND, command, msg_id=command.request, job=job.id)
         await store.used_model(command.model)

@@ -39,7 +39,9 @@ class FuturesApi:
         if answer is None:
             job = await self._access.ctx.store.job(owner.job)
             return _ended(job) or await self._try_again(id, owner, job)
-        return await response_of(request, owner.id, answer.result)
+        response = await response_of(request, owner.id, answer.result)
+        await self._access.store.note_read(answer)
+        return response
 
     async def _owner(self, request: web.Request, id: str) -> TinkerModel | Sampler:
         """Return the model or sampler of a request. Raises NotFound."""
@@ -54,7 +56,7 @@ class FuturesApi:
         store = self._access.store
         if not await store.was_asked(id):
             raise NotFound(f"request {id} does not exist")
-        if TRAINED not in id or not await store.was_answered(id):
+        if not await store.was_answered(id):
             return
         if await self._futures.answer(id, 0.0) is None:  # it has not come since it was last looked for
             raise web.HTTPGone(text=f"request {id} was carried out, and its answer is kept no more")

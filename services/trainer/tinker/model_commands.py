@@ -155,12 +155,14 @@ class ModelCommands:
 
     async def _begin_pass(self, body: ForwardBackward, arrived_at: float, *, repeated: bool) -> Awaitable[Result]:
         loss = find_loss(body.loss, body.options)
-        is_small = sum(len(datum.tokens) for datum in body.data) <= PREPARED_AT_ONCE
+        size = sum(len(datum.tokens) for datum in body.data)
         prepare = functools.partial(self._prepare, body, loss)
-        data, units = prepare() if is_small else await asyncio.to_thread(prepare)
-        tokens = sum(unit.tokens for unit in units)
-        await self._bank.wait_for_room(self.tenant, tokens)
-        sent = self._bank.send_units(self.tenant, self.adapter, units, PassOptions(), backward=body.backward)
+        async with self._shared.preparation(self.tenant):  # a tenant's models have one prepared pass that waits
+            await self._bank.wait_for_room(self.tenant, size // 4)
+            data, units = prepare() if size <= PREPARED_AT_ONCE else await asyncio.to_thread(prepare)
+            tokens = sum(unit.tokens for unit in units)
+            await self._bank.wait_for_room(self.tenant, tokens)  # something may have come meanwhile
+            sent = self._bank.send_units(self.tenant, self.adapter, units, PassOptions(), backward=body.backward)
         self.passes += 1
         held_s = time.monotonic() - arrived_at
         return self._forwarded(sent, loss, data, tokens, step=self.passes, held_s=held_s, repeated=repeated)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from opentinker.services.trainer.tinker.model_curves import ModelCurves
 from opentinker.shared.messaging.subjects import ANSWERED
@@ -31,6 +33,7 @@ class TinkerLease:
     curves: ModelCurves
     spent: Counter[str]
     """Costs of the lease, see usage.py."""
+    _preparations: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
 
     def place(self, model: str) -> Path:
         return tinker_place(self.ctx.settings.data_dir, model)
@@ -38,6 +41,10 @@ class TinkerLease:
     def one_copy(self) -> contextlib.AbstractAsyncContextManager[Any]:
         """Hold this while holding a copy of a model: of those that train all weights there is memory for one."""
         return self.bank.copying if self.spec.tinker.full_weights else contextlib.nullcontext()
+
+    def preparation(self, tenant: str) -> asyncio.Lock:
+        """Hold this while preparing a pass of the tenant: prepared data are several times as large as the command."""
+        return self._preparations.setdefault(tenant, asyncio.Lock())
 
     async def answer(self, request: str, result: Result, tenant: str) -> None:
         """Keep the answer unless there is one, count what the request of `tenant` had, and tell who waits for it."""

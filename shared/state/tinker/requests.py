@@ -3,7 +3,7 @@
 Redis keys:
     tinker:asked:{model}           hash: number of a command -> digest of its body
     tinker:open:{model}            sorted set of the numbers of commands without an answer, by themselves
-    tinker:answer:{request}        the Answer as JSON; expires
+    tinker:answer:{request}        the Answer as JSON; expires, a large one soon after it was first read
     tinker:draw:{request}          hash of a request for samples: digest of its body, tenant, job, number of times that
                                    it was lost, and, where tokens are counted, minute, prompt and reserved tokens;
                                    expires with its answer
@@ -24,6 +24,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import msgspec
 
 from opentinker.shared.state.redis_script import Script
+from opentinker.shared.state.tinker.command_bytes import CommandBytes, TooManyWaiting
 from opentinker.shared.types import codec
 from opentinker.shared.types.errors import Conflict, OpenTinkerError
 from opentinker.shared.types.tinker import ANSWER_KEPT_S, SMALL_RESULT, Answer, Failed, Sampled, bytes_in
@@ -34,6 +35,11 @@ TRAINED = ":train:"
 """In the id of a model, and not in that of a sampler."""
 MAX_WAITING = 256
 """Commands of a model without an answer."""
+READ_KEPT_S = 900
+"""Seconds for which a large answer can be read again; more than DEDUP_S, because samples that are asked for again later
+are drawn again."""
+LARGE_ANSWER = 1 << 16
+"""Bytes of its arrays."""
 MAX_WAITING_SAMPLES = 1024
 """Requests for samples of a tenant on one server without an answer."""
 MINUTES_CHARGED = 3
@@ -99,10 +105,15 @@ redis.call('HSET', KEYS[2], 'next', string.format('%.0f', missing))
 return 1
 """
 
-# KEYS answer, open. ARGV: answer, seconds, number
+# KEYS answer, open, sizes, held. ARGV: answer, seconds, number
 _ANSWER = """
 local kept = redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[2], 'NX')
 redis.call('ZREM', KEYS[2], ARGV[3])
+local bytes = redis.call('HGET', KEYS[3], ARGV[3])
+if bytes then
+  redis.call('HDEL', KEYS[3], ARGV[3])
+  redis.call('HINCRBY', KEYS[4], redis.call('HGET', KEYS[3], 'tenant'), -tonumber(bytes))
+end
 return kept and 1 or 0
 """
 
@@ -160,10 +171,6 @@ return 1
 """
 
 
-class TooManyWaiting(OpenTinkerError):
-    """As many requests as allowed have no answer yet."""
-
-
 class TokensSpent(OpenTinkerError):
     """The requests of this minute have had as many tokens as allowed."""
 
@@ -205,9 +212,9 @@ class Losses(NamedTuple):
     alone: int = 0
 
 
-class TinkerRequests:
+class TinkerRequests(CommandBytes):
     def __init__(self, redis: Any) -> None:
-        self._redis = redis
+        super().__init__(redis)
         self._ask, self._answer = Script(redis, _ASK), Script(redis, _ANSWER)
         self._leave_out = Script(redis, _LEAVE_OUT)
         self._ask_sample = Script(redis, _ASK_SAMPLE)
@@ -244,9 +251,12 @@ class TinkerRequests:
         await self._leave_out(keys=[f"tinker:asked:{model}", f"tinker:model:{model}"], args=[str(last)])
 
     async def was_answered(self, request: str) -> bool:
-        """Return whether a command that was asked has had its answer, which may have expired since."""
-        model, _, number = request.partition("#")
-        return await self._redis.zscore(f"tinker:open:{model}", number) is None
+        """Return whether a request that was asked has had its answer, which may have expired since."""
+        owner, _, number = request.partition("#")
+        if TRAINED in owner:
+            return await self._redis.zscore(f"tinker:open:{owner}", number) is None
+        tenant, job = await self._redis.hmget(f"tinker:draw:{request}", "tenant", "job")
+        return tenant is not None and await self._redis.zscore(_waiting(job, tenant), request) is None
 
     async def was_asked(self, request: str) -> bool:
         """Return whether a request is known, or was within ANSWER_KEPT_S if it is for samples."""
@@ -336,7 +346,8 @@ class TinkerRequests:
         is_small = bytes_in(answer.result) <= SMALL_RESULT
         text = codec.to_json(answer) if is_small else await asyncio.to_thread(codec.to_json, answer)
         if TRAINED in owner:
-            return bool(await self._answer(keys=[key, f"tinker:open:{owner}"], args=[text, str(ANSWER_KEPT_S), number]))
+            keys = [key, f"tinker:open:{owner}", f"tinker:sizes:{owner}", "tinker:held"]
+            return bool(await self._answer(keys=keys, args=[text, str(ANSWER_KEPT_S), number]))
         draw = f"tinker:draw:{answer.request}"
         tenant, job, minute, prompt, reserved = await self._redis.hmget(
             draw, "tenant", "job", "minute", "prompt", "reserved"
@@ -354,6 +365,11 @@ class TinkerRequests:
 
     async def answered(self, request: str) -> Answer | None:
         return await self._read(Answer, f"tinker:answer:{request}")
+
+    async def note_read(self, answer: Answer) -> None:
+        """Keep an answer that a client reads for READ_KEPT_S alone if it is large, for its retries."""
+        if bytes_in(answer.result) > LARGE_ANSWER:
+            await self._redis.expire(f"tinker:answer:{answer.request}", READ_KEPT_S, lt=True)
 
     async def which_answered(self, requests: Sequence[str]) -> set[str]:
         """Return those of these requests that have an answer."""

@@ -160,6 +160,36 @@ async def test_samples_that_were_lost_or_failed_count_nothing(site: Site) -> Non
     assert await site.counted() == 103, "they may have been drawn"
 
 
+async def test_the_bytes_of_a_tenants_requests_without_an_answer_are_bounded(
+    user: Client, workers: FakeWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = [await user.model() for _ in range(2)]
+    redis, sizes = workers.ctx.store.redis, []
+
+    async def held() -> int:
+        return int(await redis.hget("tinker:held", "default") or 0)
+
+    workers.answers = False
+    assert await held() == 0
+    assert (await user.raw("forward_backward", passes(models[0], 2)))[0] == 200
+    sizes.append(await held())
+    monkeypatch.setattr("opentinker.shared.state.tinker.command_bytes.MAX_OPEN_BYTES", 2 * sizes[0])
+    assert (await user.raw("forward_backward", passes(models[0], 3)))[0] == 200
+    for model, seq in ((models[0], 4), (models[1], 1)):
+        status, answer = await user.raw("forward_backward", passes(model, seq))
+        assert status == 429 and f"have {2 * sizes[0]} bytes" in answer["detail"]
+    assert (await user.raw("forward_backward", passes(models[0], 3)))[0] == 200, "it was admitted before"
+    assert (await user.raw("forward_backward", passes(models[0], 1)))[0] == 200, "the others wait for it"
+    assert await held() == 3 * sizes[0]
+    for seq in (1, 2):
+        await workers.say(f"{models[0]}#{seq}", Failed(error="no"))
+        await workers.say(f"{models[0]}#{seq}", Failed(error="no"))
+    assert await held() == sizes[0]
+    assert (await user.raw("forward_backward", passes(models[1], 1)))[0] == 200
+    await workers.store.remove_model(await workers.store.model("default", models[0]))
+    assert await held() == sizes[0]
+
+
 class Publishing:
     """Publishes of SAMPLE fail as often as `failures` says; `ids` has all message ids."""
 

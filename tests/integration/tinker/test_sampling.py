@@ -17,9 +17,10 @@ import pytest
 from opentinker.services.scheduler.tinker import answers
 from opentinker.services.scheduler.tinker.schema import SampleResponse
 from opentinker.shared.runtime.service import Context
+from opentinker.shared.state.tinker.requests import LARGE_ANSWER, READ_KEPT_S
 from opentinker.shared.types import codec
 from opentinker.shared.types.core import JobState
-from opentinker.shared.types.tinker import Answer, Failed, Likely, Sampled, Sampler, SampleSequence, Stepped
+from opentinker.shared.types.tinker import Answer, Failed, Forwarded, Likely, Sampled, Sampler, SampleSequence, Stepped
 from tests.conftest import until
 from tests.integration.tinker.site import BASE, Client, FakeWorkers, checkpoint_of, passes, start_server
 from tests.support.api import Http, new_key_of
@@ -271,6 +272,38 @@ async def test_what_waits_for_a_server_that_has_ended_fails(user: Client, worker
         return status == 410 and "load a checkpoint" in body["detail"]
 
     await until(gone)
+
+
+async def test_a_large_answer_is_kept_for_a_while_after_it_was_read(user: Client, workers: FakeWorkers) -> None:
+    model = await user.model()
+    workers.answers = False
+    sampler = await sampler_of(user)
+    redis, promises = workers.ctx.store.redis, {}
+    tokens = np.arange(LARGE_ANSWER // 4, dtype="<i4")
+    one = SampleSequence(stop="length", tokens=tokens.tobytes(), logprobs=np.full(tokens.size, -0.5, "<f4").tobytes())
+    logprobs = [np.full(LARGE_ANSWER, -0.5, "<f4").tobytes()]
+    for name, result in (
+        ("small", Stepped(metrics={})),
+        ("pass", Forwarded(logprobs=logprobs, widths=[1], metrics={"loss:sum": 1.0})),
+        ("sample", Sampled(sequences=[one])),
+    ):
+        if name == "sample":
+            promises[name] = await user.ok("asample", **asked(sampler))
+        else:
+            promises[name] = await user.ok("optim_step", model_id=model, seq_id=len(promises) + 1)
+        await workers.say(promises[name]["request_id"], result)
+    for name, promise in promises.items():
+        key = f"tinker:answer:{promise['request_id']}"
+        assert await redis.ttl(key) > READ_KEPT_S
+        first = await user.result(promise)
+        assert (await redis.ttl(key) <= READ_KEPT_S) == (name != "small")
+        assert await user.result(promise) == first, "the client's connection broke before it had it"
+        await redis.delete(key)  # its time is over
+        status, answer = await user.post("retrieve_future", request_id=promise["request_id"])
+        assert status == 410 and "kept no more" in answer["detail"]
+    workers.answers = True
+    again = await user.ok("asample", **asked(sampler))  # as the SDK does then
+    assert again == promises["sample"]
 
 
 @pytest.mark.parametrize("protobuf", [True, False])
