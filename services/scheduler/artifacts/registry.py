@@ -161,7 +161,7 @@ def _evaluations_of(part: JobRecord, entry: ArtifactEntry, by_jobs: list[Evaluat
                 "step": _step(entry),
                 "state": JobState.SUCCEEDED,
                 "environment": (part.spec.get("environment") or {}).get("name", ""),
-                "setting": setting_of(part.spec),
+                "setting": setting_of(part.spec, split_part(part.id)[1]),
                 "finished": entry.evaluation.finished,
                 "values": values,
                 "categories": categories_of(values),

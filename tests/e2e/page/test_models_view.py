@@ -53,7 +53,7 @@ async def test_models_are_filtered_published_and_compared(opened: Open, http: Ht
     await tab.page.get_by_label("Setting").select_option("copy_digits")
     await expect(exact.locator("td").nth(1)).to_have_text("0.125")
     await expect(exact.locator("td").nth(2)).to_be_empty()
-    await tab.page.get_by_label("Setting").select_option("bandit; greedy; 256 tokens")
+    await tab.page.get_by_label("Setting").select_option("bandit; greedy; 256 tokens; 2 episodes")
     await expect(exact.locator("b")).to_contain_text("0.75")
 
     await tab.page.get_by_label("project").fill("maths")

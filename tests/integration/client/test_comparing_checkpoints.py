@@ -66,7 +66,8 @@ async def test_checkpoints_are_compared_by_their_newest_evaluations(
     shown = (await run("compare", first, "best", "j-bbbbbbbbbb", *on)).stdout.splitlines()
     starts = [place for place, line in enumerate(shown) if line.startswith("on ")]
     assert [shown[place] for place in starts] == [
-        "on bandit; greedy; 256 tokens", "on bandit split=test; greedy; 256 tokens", "on copy_digits",
+        "on bandit; greedy; 256 tokens; 2 episodes", "on bandit split=test; greedy; 256 tokens; 2 episodes",
+        "on copy_digits",
     ]  # fmt: skip
     for place in starts:
         assert shown[place + 1].split() == ["metric", first, second], "a job stands for its newest evaluated checkpoint"

@@ -89,7 +89,10 @@ async def test_the_newest_evaluation_with_values_counts_in_each_setting(
     await store.update(running, result="")
     (found,) = [one for one in await client.all_checkpoints() if one["checkpoint"] == family[1]]
     counting = {setting: found["evaluations"][place]["job"] for setting, place in found["compared"].items()}
-    assert counting == {"bandit; greedy; 256 tokens": newest, "bandit split=test; greedy; 256 tokens": on_test}
+    assert counting == {
+        "bandit; greedy; 256 tokens; 2 episodes": newest,
+        "bandit split=test; greedy; 256 tokens; 2 episodes": on_test,
+    }
 
 
 async def test_an_evaluation_of_training_counts_as_one_of_an_eval_job(client: AsyncClient, store: Store) -> None:
@@ -100,11 +103,22 @@ async def test_an_evaluation_of_training_counts_as_one_of_an_eval_job(client: As
     after = await kept(store, job, 20, later, exact=0.75)
     evaluations = [await evaluated(store, *one) for one in ((before, 0.25), (after, 0.375))]
     newest, oldest = await client.all_checkpoints()
-    assert newest["compared"].keys() == oldest["compared"].keys() == {"bandit; greedy; 256 tokens"}
+    assert newest["compared"].keys() == oldest["compared"].keys() == {"bandit; greedy; 256 tokens; 2 episodes"}
     (place,) = newest["compared"].values()
     assert newest["evaluations"][place]["during_training"], "it is the newer one"
     (place,) = oldest["compared"].values()
     assert oldest["evaluations"][place]["job"] == evaluations[0]
+
+
+async def test_policies_of_a_job_are_evaluated_in_settings_of_their_own(client: AsyncClient, store: Store) -> None:
+    own = {name: {"model": {"base": BASE}} for name in ("speaker", "listener")}
+    seats = {"one": "speaker", "two": "listener"}
+    job = await trained(store, id="j-aaaaaaaaaa", policies=own, seats=seats, validation={"every": 1})
+    for name in own:
+        await kept(store, f"{job}~{name}", 10, 1000.0, exact=0.5)
+    found = {one["policy"]: one["compared"] for one in await client.all_checkpoints()}
+    assert found.keys() == own.keys() and all(len(compared) == 1 for compared in found.values())
+    assert not found["speaker"].keys() & found["listener"].keys()
 
 
 @pytest.mark.parametrize(
