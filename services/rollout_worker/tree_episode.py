@@ -9,7 +9,7 @@ is a trajectory of the samples 1..G-1, unless it cannot be trained. Seats that d
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -87,16 +87,17 @@ class TreeEpisode(Episode):
         for outcome in reply.outcomes:
             self._check_rewards(asked, outcome)
         paid_K = [_paid(streams, outcome) for outcome in reply.outcomes]
-        self._chosen = best = _best(streams, paid_K)
+        trained = {stream.seat for stream in self.streams.values() if stream.spans}
+        self._chosen = best = _best(streams, candidates_SK, paid_K, trained)
         for stream, own in zip(streams, candidates_SK, strict=True):
             places = [place for place in range(len(own)) if place != best] if len(own) > 1 else []
             self._others_sampled += sum(len(own[place].sampled.completion.ids) for place in places)
-            trained = [place for place in places if not own[place].sampled.untrainable]
+            kept = [place for place in places if not own[place].sampled.untrainable]
             self._others = [
                 *self._others,
                 *(
                     self._other(stream, own[place], index, reply.outcomes[place], paid_K[place], env_s)
-                    for index, place in enumerate(trained, start=1)
+                    for index, place in enumerate(kept, start=1)
                 ),
             ]
             chosen = own[best % len(own)]
@@ -157,12 +158,21 @@ def _paid(streams: Sequence[Stream], outcome: SessionReply) -> dict[str, float]:
     return paid
 
 
-def _best(streams: Sequence[Stream], paid_K: Sequence[dict[str, float]]) -> int:
-    """Return the candidate with the highest mean reward of the seats that act and learn, the first of several."""
-    rewards_SK = [
-        turn_rewards(stream.seat, paid_K, policy.spec.algorithm)
-        for stream in streams
-        if (policy := _learner(stream)) is not None
-    ]
-    totals_K = np.sum(rewards_SK, axis=0) if rewards_SK else np.zeros(len(paid_K))
-    return int(np.argmax(totals_K))
+def _best(
+    streams: Sequence[Stream],
+    candidates_SK: Sequence[Sequence[Candidate]],
+    paid_K: Sequence[dict[str, float]],
+    trained: Collection[str],
+) -> int:
+    """Return the candidate with the highest mean reward of the seats that act and learn, the first of several.
+    `trained`: seats with a turn that can be trained. For the others those candidates come first that can: the episode
+    may end here, and it fails if a seat has no such turn."""
+    count = len(paid_K)
+    totals_K, trainable_K = np.zeros(count), np.zeros(count)
+    for stream, own in zip(streams, candidates_SK, strict=True):
+        if (policy := _learner(stream)) is None:
+            continue
+        totals_K += turn_rewards(stream.seat, paid_K, policy.spec.algorithm)
+        if stream.seat not in trained:
+            trainable_K += [not one.sampled.untrainable for one in own]
+    return int(np.argmax(np.where(trainable_K == trainable_K.max(), totals_K, -np.inf)))

@@ -251,6 +251,27 @@ async def test_a_candidate_without_a_finite_logprob_is_left_out_alone(best: str)
     assert [t.index for t in last] == list(range(1, 1 + len(left))) and "".join(words(t)[1] for t in last) == left
 
 
+@pytest.mark.parametrize("rewards", [(1.0, 0.0, 0.5), (0.5, 0.5, 0.5)], ids=["best", "first of equal ones"])
+async def test_a_seat_without_a_trained_turn_goes_on_with_a_candidate_that_can_be_trained(
+    rewards: tuple[float, ...],
+) -> None:
+    broken = msgspec.structs.replace(say("a$"), logprobs=[-0.5, -math.inf])
+    env = Env([reply("go"), outcomes(*[reply(done=True, reward=reward) for reward in rewards])])
+    found = await tree_episode(Script([broken, say("b$"), say("c$")]), env).run()
+    group(found)
+    best, other = ("c", "b") if rewards[2] > rewards[1] else ("b", "c")
+    assert [(t.index, words(t)[1]) for t in found] == [(0, best), (1, other)]
+
+
+async def test_in_a_round_as_many_seats_as_possible_are_trained() -> None:
+    broken = msgspec.structs.replace(say("0$"), logprobs=[-0.5, math.nan])
+    engine = Script([broken, say("1$"), say("2$"), say("3$"), broken, say("5$")])
+    env = Env([ask("a", "b"), outcomes(over(a=1.0, b=1.0), over(a=1.0), over())])
+    found = await tree_episode(engine, env).run()
+    assert [(t.seat, t.index, words(t)[1]) for t in found if not t.index] == [("a", 0, "2"), ("b", 0, "5")]
+    group(found)
+
+
 async def test_an_episode_of_untrainable_candidates_alone_fails_with_the_reason() -> None:
     env = Env([reply("go", guide=JSON), outcomes(*[reply(done=True)] * 3)])
     failed = await failure_of(tree_episode(Script([say("1$")] * 3), env))
