@@ -6,6 +6,8 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from opentinker.services.trainer.tinker.model_commands import ModelCommands
 from opentinker.services.trainer.tinker.tinker_lease import TinkerLease
 from opentinker.shared.types.tinker import Datum, ForwardBackward
@@ -28,7 +30,9 @@ class Bank:
         return asyncio.get_running_loop().create_future()
 
 
-async def test_data_are_prepared_when_there_is_room_and_one_pass_of_a_tenant_at_a_time() -> None:
+async def test_data_are_prepared_when_there_is_room_and_one_pass_of_a_tenant_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     bank, prepared, anything = Bank(), list[str](), SimpleNamespace(epoch=1)
     of: dict[str, Any] = {name: anything for name in ("ctx", "lease", "spec", "records", "curves", "spent")}
     shared = TinkerLease(**(of | {"bank": bank}))
@@ -40,7 +44,7 @@ async def test_data_are_prepared_when_there_is_room_and_one_pass_of_a_tenant_at_
             prepared.append(name)
             return [], []
 
-        model._prepare = prepare  # type: ignore[method-assign]
+        monkeypatch.setattr(model, "_prepare", prepare)
     begun = [asyncio.create_task(model._begin_pass(BODY, 0.0, repeated=False)) for model in models]
 
     async def quiet() -> tuple[int, int]:
