@@ -114,7 +114,7 @@ def _print_checkpoints_of(api: Client, job_id: str, policy: str, as_json: bool) 
     evaluations = [one for one in api.evaluations(job_id) if one["policy"] == policy]
     listed = api.all_checkpoints(LISTED, job=job_id) if found else []
     own = [one for held in listed if held["policy"] == policy for one in held["evaluations"]]
-    evaluations += [one for one in own if one["during_training"]]
+    evaluations += [one for one in own if one.get("during_training")]
     whole: list[dict[str, Any]] = [
         {**c, "evaluations": [one for one in evaluations if one["step"] == c["step"]]} for c in found
     ]
@@ -138,7 +138,7 @@ def _evaluated(one: Evaluation, metric: str = "") -> str:
     the job that made it itself. `metric`: shown in the place of the main one."""
     by = "during training" if one.get("during_training") else one["job"]  # an older server does not say it
     values = one["values"]
-    on = f" on {one['setting']}"
+    on = f" on {one.get('setting') or one['environment']}"  # nor the setting
     if not metric and (won := games_won(values)):
         return f"{won}{on}, {by}"
     wanted = f"val/{metric.removeprefix('-').removeprefix('val/')}"

@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 import pytest
 import typer
+from aiohttp import web
 
 from opentinker import AsyncClient
 from opentinker.cli.results.comparison import refuse_unknown
@@ -19,6 +20,7 @@ from opentinker.shared.types.core import JobState
 from tests.integration.client.test_job_commands import on, run
 from tests.support.api import write_checkpoint
 from tests.support.factories import make_spec
+from tests.support.http_server import http_server
 from tests.support.registry import evaluated, kept, trained
 
 __all__ = ["on"]
@@ -87,6 +89,33 @@ async def test_checkpoints_are_compared_by_their_newest_evaluations(
     for missing, what in (("j-aaaaaaaaaa@11", "no checkpoint j-aaaaaaaaaa@11"), ("worst", "no published checkpoint")):
         done = await run("compare", first, missing, *on)
         assert done.returncode == 1 and what in done.stderr
+
+
+async def test_a_server_that_says_no_settings_is_too_old_to_compare(
+    client: AsyncClient, store: Store, on: list[str]
+) -> None:
+    """Its answers have neither `setting` and `during_training` nor `compared`."""
+    job = await trained(store, id="j-aaaaaaaaaa")
+    first = await kept(store, job, 10, 1000.0)
+    await kept(store, job, 20, 2000.0)
+    await evaluated(store, first, 0.5)
+    listed = await client.all_checkpoints()
+    for one in listed:
+        del one["compared"]  # type: ignore[misc]
+        for evaluation in one["evaluations"]:
+            del evaluation["setting"], evaluation["during_training"]  # type: ignore[misc]
+
+    async def answer(_: web.Request) -> web.Response:
+        return web.json_response({"checkpoints": listed, "cursor": "", "more": False})
+
+    async with http_server(web.get("/v1/checkpoints", answer)) as url:
+        shown = await run("checkpoints", "--url", url)
+        assert shown.returncode == 0 and "exact 0.5 (0.4 to 0.6) on bandit, j-ev" in " ".join(shown.stdout.split())
+        refused = await run("compare", job, "--url", url)
+        said = " ".join(refused.stderr.split())
+        assert refused.returncode == 1 and "this server is older than this command" in said and "KeyError" not in said
+        whole = await run("compare", job, "--json", "--url", url)
+        assert [one["checkpoint"] for one in orjson.loads(whole.stdout)] == [first], "the newest that was evaluated"
 
 
 async def test_checkpoints_of_several_jobs_are_evaluated_at_once(

@@ -12,7 +12,7 @@ from opentinker.cli.common import AsJson, Url, client, complain, print_json, pri
 from opentinker.cli.results.values import estimate_of, names_of
 from opentinker.cli.shell import complete
 from opentinker.shared.types.core import split_part
-from opentinker.shared.types.errors import NotFound
+from opentinker.shared.types.errors import Conflict, NotFound
 from opentinker.shared.types.metric_names import meant_metric, split_policy
 
 if TYPE_CHECKING:
@@ -23,6 +23,10 @@ SHOWN = 20
 """Metrics that a mistake names."""
 LISTED = 1000
 """Checkpoints of a job among which one is looked for."""
+TOO_OLD = (
+    "this server is older than this command: it does not say in which settings checkpoints were evaluated, so values "
+    "of different splits or temperatures could share a row. Upgrade the server, or list the evaluations with --json"
+)
 
 Chosen = Annotated[
     list[str],
@@ -111,7 +115,7 @@ def _found(api: Client, word: str) -> RegisteredCheckpoint:
     own = [one for one in listed if one["checkpoint"].rpartition("@")[0] == part]
     own.sort(key=lambda one: one["step"], reverse=True)
     if not step:
-        own = [one for one in own if one["compared"]] or own
+        own = [one for one in own if any(evaluation["values"] for evaluation in one["evaluations"])] or own
     if step not in ("", "latest"):
         own = [one for one in own if str(one["step"]) == step]
     if not own:
@@ -120,5 +124,7 @@ def _found(api: Client, word: str) -> RegisteredCheckpoint:
 
 
 def evaluations_by_setting(one: RegisteredCheckpoint) -> dict[str, Evaluation]:
-    """Return the evaluation that counts in each setting; the server chooses it."""
+    """Return the evaluation that counts in each setting; the server chooses it. Raises Conflict if it is too old to."""
+    if "compared" not in one:
+        raise Conflict(TOO_OLD)
     return {setting: one["evaluations"][place] for setting, place in one["compared"].items()}
