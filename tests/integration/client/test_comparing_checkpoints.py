@@ -103,7 +103,7 @@ async def test_a_server_that_says_no_settings_is_too_old_to_compare(
     for one in listed:
         del one["compared"]  # type: ignore[misc]
         for evaluation in one["evaluations"]:
-            del evaluation["setting"], evaluation["during_training"]  # type: ignore[misc]
+            del evaluation["setting"], evaluation["during_training"]
 
     async def answer(_: web.Request) -> web.Response:
         return web.json_response({"checkpoints": listed, "cursor": "", "more": False})
