@@ -155,13 +155,15 @@ class JointProgress:
         return version.step - common + self._visible[policy] - common
 
     def is_gone(self, group: Group) -> bool:
-        """Return whether another policy has played the group with weights from which it was rolled back, where all
-        policies train on every match: that one discards it too."""
+        """Return whether another policy has played the group, or would have in a seat without a turn, with weights from
+        which it was rolled back, where all policies train on every match: that one discards it too."""
         if not self.rule.trains_together:
             return False
+        met = ((name, one.version) for match in group.matches for name, one in match.opponents.items())
+        reported = [(name, WeightVersion.parse(version)) for name, version in met if name in self._resumed]
         return any(
             version.epoch < epoch and version.step > step
-            for name, version in group.newest_opponents.items()
+            for name, version in (*group.newest_opponents.items(), *reported)
             for epoch, step in self._resumed.get(name, {}).items()
         )
 

@@ -77,7 +77,7 @@ class Assembler:
     """Groups without a turn of the policy discarded since the last batch was taken."""
     uncounted: list[MatchResult] = field(default_factory=list)
     """Matches of groups discarded since the last step because of equal rewards, or because the policy had no turn: they
-    are results nevertheless."""
+    are results nevertheless, except of weights that were rolled back."""
     unlogged: dict[int, RowPlays] = field(default_factory=dict)
     """By row, episodes of groups discarded since the last step: they were played nevertheless."""
     overtaken: int = 0
@@ -123,8 +123,7 @@ class Assembler:
     def _verdict(self, group: Group, step: int) -> Discard | None:
         if not group.trajectories:
             return Discard.ABSENT
-        spans = (span for trajectory in group.trajectories for span in trajectory.spans)
-        if any(self._rolled_back(span.version, step) for span in spans) or self.opponent_is_gone(group):
+        if self._is_gone(group, step):
             return Discard.FROM_FUTURE
         if step - group.oldest.step > self.max_staleness:
             return Discard.STALE
@@ -133,6 +132,12 @@ class Assembler:
         if self.drop_zero_variance and group.equal:
             return Discard.ZERO_VARIANCE
         return None
+
+    def _is_gone(self, group: Group, step: int) -> bool:
+        """Return whether weights were rolled back that have played the group, or would have in a seat without turn."""
+        played = (span.version for trajectory in group.trajectories for span in trajectory.spans)
+        reported = (WeightVersion.parse(match.version) for match in group.matches)
+        return any(self._rolled_back(version, step) for version in (*played, *reported)) or self.opponent_is_gone(group)
 
     def _rolled_back(self, version: WeightVersion, step: int) -> bool:
         if version.step > step or version.epoch > self.epoch:
@@ -160,7 +165,7 @@ class Assembler:
                 group = self.pending.pop(stream_seq)
                 self.consumed[stream_seq] = Consumed(self.discard_batch(reason, step), group.seq, reason)
                 self.discarded[reason] += 1
-                if reason in (Discard.ZERO_VARIANCE, Discard.ABSENT):
+                if reason in (Discard.ZERO_VARIANCE, Discard.ABSENT) and not self._is_gone(group, step):
                     self.uncounted += group.matches
                 self.barren += reason == Discard.ZERO_VARIANCE
                 if reason is not Discard.FROM_FUTURE and (plays := plays_of(group, self.solved_at)) is not None:

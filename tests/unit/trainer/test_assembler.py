@@ -1,5 +1,7 @@
 """Batches in arrival order, the hard staleness drop, and the account a checkpoint takes."""
 
+import pytest
+
 from opentinker.services.trainer.batch.assembler import Assembler
 from opentinker.shared.types.core import Discard, WeightVersion
 from opentinker.shared.types.match_results import IdleSeat
@@ -114,6 +116,18 @@ def test_games_in_which_the_policy_had_no_turn_are_results_though_it_cannot_trai
     assert assembler.drop(step=0) == {Discard.ABSENT: [0]} and (assembler.absent, assembler.barren) == (1, 0)
     assert [match.opponents["b"].outcome for match in assembler.pop_uncounted()] == [0.5, 1.0]
     assert assembler.pop_uncounted() == []
+
+
+@pytest.mark.parametrize("step", [20, 40])
+def test_games_that_rolled_back_weights_would_have_played_are_no_results(step: int) -> None:
+    assembler = Assembler(
+        max_staleness=1, epoch=2, resumed={1: 0, 2: 20}, opponent_is_gone=lambda group: group.seq == 2
+    )
+    for seq, version in enumerate((30, 20, 20)):
+        idle = {"two": IdleSeat(policy="a", reward=1.0, version=WeightVersion(1, version))}
+        assembler.add(seq + 1, make_group(seq=seq, seat="one", policy="b", idle=idle).of("a"))
+    assert assembler.drop(step) == {Discard.ABSENT: [0, 1, 2]} and assembler.absent == 3
+    assert {match.group for match in assembler.pop_uncounted()} == {1}
 
 
 def test_a_stale_group_of_equal_rewards_is_stale() -> None:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from opentinker.services.trainer.joint_progress import JointProgress
 from opentinker.shared.evaluation.job_ratings import JobRatings
 from opentinker.shared.spec.matches.schedules import Rule
 from opentinker.shared.types.core import WeightVersion
+from opentinker.shared.types.match_results import IdleSeat
+from opentinker.shared.types.trajectories import Group
+from tests.support.factories import make_group
 
 
 def test_the_job_s_step_is_that_of_its_slowest_policy() -> None:
@@ -133,3 +138,17 @@ async def test_results_of_before_are_counted_once_all_policies_have_resumed() ->
     joint.restore("b", 5, {1: 0, 2: 5})
     await asyncio.gather(*waiting)
     assert joint.ratings._trained == {("b@1.5", "bot:x"): (2.0, 0.0, 0.0)}
+
+
+@pytest.mark.parametrize("acted", ["a", "b"])
+def test_a_group_is_gone_whose_other_policy_was_rolled_back_with_or_without_a_turn(acted: str) -> None:
+    joint = JointProgress(40, {"a": 40, "b": 40})
+    joint.restore("a", 30)
+    joint.restore("b", 20, {1: 0, 2: 20})
+
+    def played(step: int) -> Group:
+        version, other = WeightVersion(1, step), {"a": "b", "b": "a"}[acted]
+        idle = {"two": IdleSeat(policy=other, reward=1.0, version=version)}
+        return make_group(seat="one", policy=acted, versions=[version], idle=idle).of("a")
+
+    assert [joint.is_gone(played(step)) for step in (20, 30)] == [False, True]
