@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from opentinker.services.trainer.batch.assembler import Assembler
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.spec.matches.schedules import max_opponent_lag
+from opentinker.shared.spec.matches.schedules import MAX_ABSENT_BATCHES, max_opponent_lag
 
-MAX_ABSENT_BATCHES = 20
 MAX_OVERTAKEN_BATCHES = 20
 
 

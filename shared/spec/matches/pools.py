@@ -14,7 +14,7 @@ from pydantic import Field
 
 from opentinker.shared.spec.algorithm_parts import TREE_SAMPLED
 from opentinker.shared.spec.base import Fraction, SpecPart, Steps
-from opentinker.shared.spec.matches.schedules import rule_of
+from opentinker.shared.spec.matches.schedules import MAX_ABSENT_BATCHES, rule_of
 from opentinker.shared.types.mistakes import Mistake, mistake
 
 if TYPE_CHECKING:
@@ -113,8 +113,8 @@ def _policy_mistakes(spec: JobSpec, name: str, pool: PoolSpec) -> list[Mistake]:
 
 
 def unreachable_pools(spec: JobSpec) -> list[Mistake]:
-    """Return the pools whose `add_if` is above every possible win rate. Not a part of `parse_spec`: such jobs were
-    accepted once."""
+    """Return the pools whose `add_if` is above the win rate of a policy that wins all games that a step may take, and
+    those without a turn of it as well. Not a part of `parse_spec`: such jobs were accepted once."""
     found = []
     for name, pool in spec.pools.items():
         own = spec.policies[pool.policy] if pool.policy else spec
@@ -122,13 +122,15 @@ def unreachable_pools(spec: JobSpec) -> list[Mistake]:
         if pool.add_if is None or algorithm.drop_zero_variance:  # games of discarded groups count too
             continue
         size = 1 if algorithm.advantage == TREE_SAMPLED else algorithm.group_size
-        games = pool.every * rule_of(spec).growth * algorithm.groups_per_batch * size
+        absent = MAX_ABSENT_BATCHES + algorithm.max_staleness + 1  # the last may come with all that are in flight
+        games = pool.every * (rule_of(spec).growth + absent) * algorithm.groups_per_batch * size
         recent = 2 * games * (1 - 0.5 ** ((own.train.steps - 1) // pool.every))
         best = (recent + 0.5) / (recent + 1)
         if pool.add_if > best:
             problem = (
-                f"is never reached: with {games} games between two candidates, of which earlier ones count less and "
-                f"less, and one more that was drawn, the win rate is at most {math.floor(best * 1e4) / 1e4:g}: {ALONE}"
+                f"is out of reach: with at most {games} games between two candidates, of which earlier ones count less "
+                f"and less, and one more that was drawn, the win rate is at most {math.floor(best * 1e4) / 1e4:g}. "
+                "Lower it, or raise `every`"
             )
             found.append(mistake(f"pools.{name}.add_if", pool.add_if, problem))
     return found

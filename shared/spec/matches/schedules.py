@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 ScheduleName = Literal["wait", "drop", "grow", "alternate", "lockstep"]
 Gate = Literal["all", "fastest", "turn", "neediest"]
 DEFAULT_GROWTH = 8
+MAX_ABSENT_BATCHES = 20
+"""Batches' worth of groups without a turn of a policy between two of its steps with which the job fails."""
 
 
 class Rule(NamedTuple):

@@ -18,6 +18,7 @@ from opentinker.shared.spec import parse_spec
 from opentinker.shared.spec.engines import engines
 from opentinker.shared.spec.matches.policies import pool_spec_of
 from opentinker.shared.spec.matches.pools import MAX_POOLS, pool_player, pools_in, pools_of, unreachable_pools
+from opentinker.shared.spec.matches.schedules import MAX_ABSENT_BATCHES
 from opentinker.shared.types.core import WeightVersion
 from opentinker.shared.types.errors import SpecError
 from opentinker.shared.types.match_results import IdleSeat, Opponent
@@ -121,22 +122,24 @@ def best_rate(games: int, candidates: int) -> float:
 
 @pytest.mark.parametrize(("every", "steps", "size", "batch"), [(1, 100, 2, 1), (10, 15, 2, 1), (3, 12, 4, 2)])
 def test_a_pool_that_no_win_rate_would_let_grow_is_named(every: int, steps: int, size: int, batch: int) -> None:
-    best = best_rate(every * size * batch, (steps - 1) // every)
+    most = every * batch * (1 + MAX_ABSENT_BATCHES + 2)  # those without a turn of the policy count too
+    best = best_rate(most * size, (steps - 1) // every)
 
     def found(add_if: float, **algorithm: Any) -> list[dict[str, Any]]:
         changes = {
             "train": {"steps": steps, "learner": "torch"},
-            "algorithm": {"group_size": size, "groups_per_batch": batch, **algorithm},
+            "algorithm": {"group_size": size, "groups_per_batch": batch, "max_staleness": 1, **algorithm},
             "pools": {"past": {"every": every, "add_if": add_if}},
         }
         return unreachable_pools(parse_spec({**BASE, **changes}))  # stored specs must still be read
 
     assert found(best) == found(0.5) == []
     (one,) = found(math.nextafter(best, 2) + 1e-12)
-    assert one["field"] == "pools.past.add_if" and "never get a member" in one["problem"]
-    assert f"{every * size * batch} games" in one["problem"]
-    assert found(0.999, drop_zero_variance=True) == [], "games of discarded groups count as well"
-    assert found(best_rate(every * batch, (steps - 1) // every), name="at_grpo") == []
+    assert one["field"] == "pools.past.add_if" and "is out of reach" in one["problem"]
+    assert f"at most {most * size} games" in one["problem"]
+    assert found(0.9999) != []
+    assert found(0.9999, drop_zero_variance=True) == [], "games of discarded groups count as well"
+    assert found(best_rate(most, (steps - 1) // every), name="at_grpo") == []
     assert found(best, name="at_grpo") != [], "a tree is one game"
 
 
