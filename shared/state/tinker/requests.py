@@ -25,6 +25,7 @@ import msgspec
 
 from opentinker.shared.state.redis_script import Script
 from opentinker.shared.state.tinker.command_bytes import CommandBytes, TooManyWaiting
+from opentinker.shared.state.tinker.request_scripts import ANSWER, ANSWER_SAMPLE, ASK, ASK_SAMPLE, LEAVE_OUT
 from opentinker.shared.types import codec
 from opentinker.shared.types.errors import Conflict, OpenTinkerError
 from opentinker.shared.types.tinker import ANSWER_KEPT_S, SMALL_RESULT, Answer, Failed, Sampled, bytes_in
@@ -46,129 +47,6 @@ MINUTES_CHARGED = 3
 """Later minutes of a tenant that a large command can use up: clients send a refused one again for five minutes."""
 UNSENT_S = 60.0
 """A request for samples that could not be sent counts as one that waits for this time."""
-
-
-# Tokens of later minutes that commands have had already.
-_OWED = """
-local function owed(key, limit, minute)
-  local known = redis.call('HMGET', key, 'minute', 'tokens')
-  if not known[1] then return 0 end
-  return math.max(0, tonumber(known[2]) - limit * (tonumber(minute) - tonumber(known[1]) - 1))
-end
-"""
-
-# KEYS asked, model, open, tokens, reserved, owed. ARGV: number, digest, MAX_WAITING, tokens, limit (empty: they are not
-# counted), minute, MINUTES_CHARGED. The number that all waiting commands wait for is always admitted, as far as the
-# tokens allow. Tokens that samples may need do not delay commands.
-_ASK = (
-    _OWED
-    + """
-local known = redis.call('HGET', KEYS[1], ARGV[1])
-if known == ARGV[2] then return 1 end
-if known then return 0 end
-local number, missing = tonumber(ARGV[1]), tonumber(redis.call('HGET', KEYS[2], 'next') or 0)
-local waiting = redis.call('ZCARD', KEYS[3])
-if waiting >= tonumber(ARGV[3]) then
-  local lowest = tonumber(redis.call('ZRANGE', KEYS[3], 0, 0)[1])
-  if number ~= missing or lowest < missing then return -1 end
-end
-if ARGV[5] ~= '' then
-  local limit = tonumber(ARGV[5])
-  local used = tonumber(redis.call('GET', KEYS[4]) or 0) - tonumber(redis.call('GET', KEYS[5]) or 0)
-  used = used + owed(KEYS[6], limit, ARGV[6])
-  if used >= limit then return -2 end
-  redis.call('INCRBY', KEYS[4], ARGV[4])
-  redis.call('EXPIRE', KEYS[4], 120)
-  local beyond = math.min(used + tonumber(ARGV[4]) - limit, limit * tonumber(ARGV[7]))
-  if beyond > 0 then
-    redis.call('HSET', KEYS[6], 'minute', ARGV[6], 'tokens', string.format('%.0f', beyond))
-    redis.call('EXPIRE', KEYS[6], 60 * (tonumber(ARGV[7]) + 2))
-  end
-end
-redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
-redis.call('ZADD', KEYS[3], ARGV[1], ARGV[1])
-if number == missing then
-  repeat missing = missing + 1 until redis.call('HEXISTS', KEYS[1], string.format('%.0f', missing)) == 0
-  redis.call('HSET', KEYS[2], 'next', string.format('%.0f', missing))
-end
-return 2
-"""
-)
-
-# KEYS asked, model. ARGV: number. A model that was removed stays removed.
-_LEAVE_OUT = """
-local missing, last = tonumber(redis.call('HGET', KEYS[2], 'next') or 0), tonumber(ARGV[1])
-if missing > last or redis.call('EXISTS', KEYS[2]) == 0 then return 0 end
-missing = last
-repeat missing = missing + 1 until redis.call('HEXISTS', KEYS[1], string.format('%.0f', missing)) == 0
-redis.call('HSET', KEYS[2], 'next', string.format('%.0f', missing))
-return 1
-"""
-
-# KEYS answer, open, sizes, held. ARGV: answer, seconds, number
-_ANSWER = """
-local kept = redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[2], 'NX')
-redis.call('ZREM', KEYS[2], ARGV[3])
-local bytes = redis.call('HGET', KEYS[3], ARGV[3])
-if bytes then
-  redis.call('HDEL', KEYS[3], ARGV[3])
-  redis.call('HINCRBY', KEYS[4], redis.call('HGET', KEYS[3], 'tenant'), -tonumber(bytes))
-end
-return kept and 1 or 0
-"""
-
-# KEYS draw, answer, waiting, tokens, reserved, owed. ARGV: request, digest, now, seconds, MAX_WAITING_SAMPLES, tenant,
-# job, minute, tokens of the prompt, tokens in all, limit (empty: they are not counted), 1 for one whose answer is
-# forgotten, UNSENT_S. Returns a code, and how often the request was lost.
-_ASK_SAMPLE = (
-    _OWED
-    + """
-local known, again = redis.call('HGET', KEYS[1], 'digest'), ARGV[12] == '1'
-local lost = tonumber(redis.call('HGET', KEYS[1], 'lost') or 0)
-if known and known ~= ARGV[2] then return {0, lost} end
-redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', tonumber(ARGV[3]) - tonumber(ARGV[4]))
-if known and not again then
-  if redis.call('EXISTS', KEYS[2]) == 1 or redis.call('ZSCORE', KEYS[3], ARGV[1]) then return {1, lost} end
-end
-if redis.call('ZCARD', KEYS[3]) >= tonumber(ARGV[5]) then return {-1, lost} end
-if ARGV[11] ~= '' then
-  local limit = tonumber(ARGV[11])
-  if tonumber(redis.call('GET', KEYS[4]) or 0) + owed(KEYS[6], limit, ARGV[8]) >= limit then return {-2, lost} end
-end
-if again then
-  if redis.call('DEL', KEYS[2]) == 0 then return {1, lost} end
-  lost = redis.call('HINCRBY', KEYS[1], 'lost', 1)
-end
-redis.call('HSET', KEYS[1], 'digest', ARGV[2], 'tenant', ARGV[6], 'job', ARGV[7])
-redis.call('ZADD', KEYS[3], tonumber(ARGV[3]) - tonumber(ARGV[4]) + tonumber(ARGV[13]), ARGV[1])
-redis.call('EXPIRE', KEYS[1], ARGV[4])
-redis.call('EXPIRE', KEYS[3], ARGV[4])
-if ARGV[11] ~= '' then
-  redis.call('HSET', KEYS[1], 'minute', ARGV[8], 'prompt', ARGV[9], 'reserved', ARGV[10])
-  for key = 4, 5 do
-    redis.call('INCRBY', KEYS[key], ARGV[10])
-    redis.call('EXPIRE', KEYS[key], 120)
-  end
-end
-return {2, lost}
-"""
-)
-
-# KEYS answer, waiting, tokens and reserved of the minute of the request, tokens of this minute. ARGV: answer, seconds,
-# request, tokens reserved, tokens more than those (both empty: they stay), 1 if it waits no longer
-_ANSWER_SAMPLE = """
-local kept = redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[2], 'NX')
-if ARGV[6] == '1' then redis.call('ZREM', KEYS[2], ARGV[3]) end
-if not kept then return 0 end
-if ARGV[4] == '' then return 1 end
-if redis.call('EXISTS', KEYS[4]) == 1 then redis.call('INCRBY', KEYS[4], -tonumber(ARGV[4])) end
-local more = tonumber(ARGV[5])
-if more > 0 then
-  redis.call('INCRBY', KEYS[5], ARGV[5])
-  redis.call('EXPIRE', KEYS[5], 120)
-elseif more < 0 and redis.call('EXISTS', KEYS[3]) == 1 then redis.call('INCRBY', KEYS[3], ARGV[5]) end
-return 1
-"""
 
 
 class TokensSpent(OpenTinkerError):
@@ -215,10 +93,10 @@ class Losses(NamedTuple):
 class TinkerRequests(CommandBytes):
     def __init__(self, redis: Any) -> None:
         super().__init__(redis)
-        self._ask, self._answer = Script(redis, _ASK), Script(redis, _ANSWER)
-        self._leave_out = Script(redis, _LEAVE_OUT)
-        self._ask_sample = Script(redis, _ASK_SAMPLE)
-        self._answer_sample = Script(redis, _ANSWER_SAMPLE)
+        self._ask, self._answer = Script(redis, ASK), Script(redis, ANSWER)
+        self._leave_out = Script(redis, LEAVE_OUT)
+        self._ask_sample = Script(redis, ASK_SAMPLE)
+        self._answer_sample = Script(redis, ANSWER_SAMPLE)
 
     # --- commands -----------------------------------------------------------------------------------------------
 
