@@ -21,7 +21,8 @@ from opentinker.services.scheduler.http.auth import may_see, tenant_of
 from opentinker.services.scheduler.http.errors import json_response, parsed, read_json
 from opentinker.services.scheduler.http.list_parameters import GROUP_BY, parameters_of
 from opentinker.services.scheduler.http.route_decorator import Integer, Parameter, Route
-from opentinker.services.scheduler.jobs.list_query import JOBS, ListQuery, groups_of, place_after, unknown_cursor
+from opentinker.services.scheduler.jobs.list_pages import id_of, page_of, unknown_cursor
+from opentinker.services.scheduler.jobs.list_query import JOBS, ListQuery, groups_of
 from opentinker.services.scheduler.jobs.outages import outage_text
 from opentinker.shared import api_types
 from opentinker.shared.evaluation.categories import categories_of
@@ -92,10 +93,9 @@ class JobsApi:
             named = f"is needed: the job has several policies, {names}"
         raise SpecError.of("policy", policy[:100] or None, named)
 
-    async def _rows(self, tenant: str, wanted: ListQuery) -> list[ListRow]:
-        """Return the tenant's jobs that pass the filters, in order."""
-        rows = await self.all_rows.get(tenant, partial(self.rows.of, tenant))
-        return await asyncio.to_thread(wanted.chosen, rows)
+    async def _rows(self, tenant: str) -> list[ListRow]:
+        """Return the tenant's jobs, newest first."""
+        return await self.all_rows.get(tenant, partial(self.rows.of, tenant))
 
     @Route(
         "GET",
@@ -112,21 +112,21 @@ class JobsApi:
         tenant, wanted = tenant_of(request), ListQuery.of(request.query)
         if wanted.plain:
             try:
-                page = await self.store.jobs_of(tenant, limit + 1, before)
+                found = await self.store.jobs_of(tenant, limit + 1, id_of(before))
             except NotFound:
                 raise unknown_cursor(before, JOBS) from None
+            shown, more = found[:limit], len(found) > limit
+            cursor = shown[-1].id if shown else before
         else:
-            ids = [row.id for row in await self._rows(tenant, wanted)]
-            start = place_after(before, ids, JOBS)
-            page = await self.store.jobs(ids[start : start + limit + 1])
-        shown = page[:limit]
-        cursor = shown[-1].id if shown else before
-        return json_response({"jobs": [job_summary(job) for job in shown], "cursor": cursor, "more": len(page) > limit})
+            page = await asyncio.to_thread(page_of, await self._rows(tenant), wanted, before, limit, JOBS)
+            shown, cursor, more = await self.store.jobs(page.ids), page.cursor, page.more
+        return json_response({"jobs": [job_summary(job) for job in shown], "cursor": cursor, "more": more})
 
     @Route("GET", "/v1/jobs/groups", Action.JOBS_READ, parameters=(GROUP_BY, *FILTERS), answer=api_types.JobGroups)
     async def groups(self, request: web.Request) -> web.Response:
         """Count your jobs by project, tag, state or another property."""
-        rows = await self._rows(tenant_of(request), ListQuery.of(request.query))
+        wanted = ListQuery.of(request.query)
+        rows = await asyncio.to_thread(wanted.chosen, await self._rows(tenant_of(request)))
         return json_response({"groups": groups_of(rows, GROUP_BY.read(request), JOBS)})
 
     @Route("GET", "/v1/jobs/{id}", Action.JOBS_READ, answer=api_types.Job)

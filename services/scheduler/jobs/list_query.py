@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from opentinker.shared.types.errors import SpecError
 from opentinker.shared.types.sweeps import SweepState
 
 LONGEST = 200
-"""Characters of a filter."""
+"""Characters of a filter, and of tags and notes that a list is sorted by: cursors carry them."""
 EQUAL: dict[str, Callable[[ListRow], str]] = {
     "environment": lambda row: row.environment,
     "model": lambda row: row.model,
@@ -52,8 +52,8 @@ ORDERS: dict[str, Callable[[ListRow], Any]] = {
     "finished": lambda row: -row.finished,
     "step": lambda row: -row.step,
     "name": lambda row: row.name.casefold(),
-    "tag": lambda row: _empty_last(", ".join(sorted(row.tags, key=str.casefold))),
-    "notes": lambda row: _empty_last(row.notes),
+    "tag": lambda row: _empty_last(", ".join(sorted(row.tags, key=str.casefold))[:LONGEST]),
+    "notes": lambda row: _empty_last(row.notes[:LONGEST]),
     "kind": lambda row: row.kind,
     "state": lambda row: RUNNING_FIRST.index(row.state) if row.state in RUNNING_FIRST else len(RUNNING_FIRST),
     **{name: partial(_folded, name) for name in EQUAL},
@@ -132,7 +132,11 @@ class ListQuery(NamedTuple):
     def chosen(self, rows: Iterable[ListRow]) -> list[ListRow]:
         """Return the rows that pass the filters, sorted. `rows`: newest first."""
         found = [row for row in rows if self._wants(row)]
-        return sorted(found, key=ORDERS[self.sort.removeprefix("-")], reverse=self.sort.startswith("-"))
+        return sorted(found, key=self.key, reverse=self.sort.startswith("-"))
+
+    def key(self, row: ListRow) -> Any:
+        """Return what the rows are sorted by."""
+        return ORDERS[self.sort.removeprefix("-")](row)
 
     def _wants(self, row: ListRow) -> bool:
         return (
@@ -148,18 +152,6 @@ class ListQuery(NamedTuple):
     def _is_found(self, row: ListRow) -> bool:
         text = _text(row)
         return all(word in text for word in self.words)
-
-
-def place_after(before: str, ids: Sequence[str], what: Listed) -> int:
-    """Return the place of the first one after the cursor `before`; 0 without one. Raises SpecError."""
-    if before and before not in ids:
-        raise unknown_cursor(before, what)
-    return ids.index(before) + 1 if before else 0
-
-
-def unknown_cursor(before: str, what: Listed) -> SpecError:
-    problem = f"is not one of the listed {what.noun}s; use the cursor of the last answer, or start again without one"
-    return SpecError.of("before", before[:100], problem)
 
 
 def _parts(text: str) -> frozenset[str]:

@@ -16,7 +16,8 @@ from opentinker.services.scheduler.http.jobs import FRESH_S, JobsApi
 from opentinker.services.scheduler.http.list_parameters import GROUP_BY, parameters_of
 from opentinker.services.scheduler.http.publishing import PublishingApi
 from opentinker.services.scheduler.http.route_decorator import Integer, Parameter, Route
-from opentinker.services.scheduler.jobs.list_query import SWEEPS, ListQuery, groups_of, place_after, unknown_cursor
+from opentinker.services.scheduler.jobs.list_pages import id_of, page_of, unknown_cursor
+from opentinker.services.scheduler.jobs.list_query import SWEEPS, ListQuery, groups_of
 from opentinker.shared import api_types
 from opentinker.shared.security.authorization import Action
 from opentinker.shared.single_flight import SingleFlight
@@ -54,10 +55,9 @@ class SweepsApi:
                 return sweep
         raise NotFound(f"you have no sweep {id[:100]!r}")
 
-    async def _rows(self, tenant: str, wanted: ListQuery) -> list[ListRow]:
-        """Return the tenant's sweeps that pass the filters, in order."""
-        rows = await self.all_rows.get(tenant, partial(self.rows.of, tenant))
-        return await asyncio.to_thread(wanted.chosen, rows)
+    async def _rows(self, tenant: str) -> list[ListRow]:
+        """Return the tenant's sweeps, newest first."""
+        return await self.all_rows.get(tenant, partial(self.rows.of, tenant))
 
     @Route(
         "GET",
@@ -74,23 +74,21 @@ class SweepsApi:
         tenant, wanted = tenant_of(request), ListQuery.of(request.query, SWEEPS)
         if wanted.plain:
             try:
-                page = await self.store.of(tenant, limit + 1, before)
+                found = await self.store.of(tenant, limit + 1, id_of(before))
             except NotFound:
                 raise unknown_cursor(before, SWEEPS) from None
-            more = len(page) > limit
+            shown, more = found[:limit], len(found) > limit
+            cursor = shown[-1].id if shown else before
         else:
-            ids = [row.id for row in await self._rows(tenant, wanted)]
-            start = place_after(before, ids, SWEEPS)
-            page = await self.store.summaries(ids[start : start + limit])
-            more = len(ids) > start + limit  # some of the page may have just been deleted
-        cursor = page[:limit][-1].id if page else before
-        shown = [sweep_summary(sweep) for sweep in page[:limit]]
-        return json_response({"sweeps": shown, "cursor": cursor, "more": more})
+            page = await asyncio.to_thread(page_of, await self._rows(tenant), wanted, before, limit, SWEEPS)
+            shown, cursor, more = await self.store.summaries(page.ids), page.cursor, page.more
+        return json_response({"sweeps": [sweep_summary(sweep) for sweep in shown], "cursor": cursor, "more": more})
 
     @Route("GET", "/v1/sweeps/groups", Action.JOBS_READ, parameters=(GROUP_BY, *FILTERS), answer=api_types.SweepGroups)
     async def groups(self, request: web.Request) -> web.Response:
         """Count your sweeps by project, tag, state or another property."""
-        rows = await self._rows(tenant_of(request), ListQuery.of(request.query, SWEEPS))
+        wanted = ListQuery.of(request.query, SWEEPS)
+        rows = await asyncio.to_thread(wanted.chosen, await self._rows(tenant_of(request)))
         return json_response({"groups": groups_of(rows, GROUP_BY.read(request), SWEEPS)})
 
     @Route("GET", "/v1/sweeps/{id}", Action.JOBS_READ, answer=api_types.Sweep)

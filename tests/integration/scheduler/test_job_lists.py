@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from typing import Any
 
 import pytest
@@ -72,6 +73,30 @@ async def test_jobs_are_filtered_and_sorted_page_by_page(
     assert await listed(http, query) == names
 
 
+@pytest.mark.parametrize("sort", ["state", "-state", "updated", "-created"])
+async def test_the_next_page_goes_on_where_the_last_ended_although_its_last_job_left_the_filter(
+    http: Http, jobs: dict[str, str], sort: str
+) -> None:
+    rest = await listed(http, f"state=queued&sort={sort}")
+    _, page = await http("GET", f"/v1/jobs?limit=1&state=queued&sort={sort}")
+    (last,) = page["jobs"]
+    await http("POST", f"/v1/jobs/{last['id']}/cancel")
+    _, page = await http("GET", f"/v1/jobs?state=queued&sort={sort}&before={page['cursor']}")
+    assert "".join(job["name"] for job in page["jobs"]) == rest[1:] and len(rest) == 3
+
+
+async def test_an_id_alone_is_a_cursor_also_of_a_job_outside_the_filter(http: Http, jobs: dict[str, str]) -> None:
+    for query, names in (("sort=name", "cD"), ("state=cancelled&sort=name", "c"), ("project=letters&sort=-name", "")):
+        _, page = await http("GET", f"/v1/jobs?{query}&before={jobs['b']}")
+        assert "".join(job["name"] for job in page["jobs"]) == names, query
+    _, page = await http("GET", "/v1/jobs?limit=1&sort=name")
+    assert await listed(http, f"sort=-name&before={page['cursor']}") == "", "of another order: the job's place in this"
+    forged = base64.urlsafe_b64encode(b'["name", 1, 1, "j"]').decode().rstrip("=")  # a number among names
+    status, body = await http("GET", f"/v1/jobs?sort=name&before={jobs['b']}.{forged}")
+    assert status == 422 and set(mistakes(body)) == {"before"}
+    assert (await http("GET", f"/v1/jobs?before={page['cursor']}"))[1]["jobs"] == [], "a is the oldest"
+
+
 async def test_a_search_finds_ids_and_a_filter_the_oldest_job(http: Http, jobs: dict[str, str]) -> None:
     assert await listed(http, f"search={jobs['a'][2:]} rl") == "a"
 
@@ -86,6 +111,8 @@ async def test_a_search_finds_ids_and_a_filter_the_oldest_job(http: Http, jobs: 
         (f"notes={'x' * 201}", "notes"),
         (f"project={'x' * 201}", "project"),
         ("sort=name&before=j-0000000000", "before"),
+        ("sort=name&before=j-0000000000.x", "before"),
+        ("sort=name&before=j-0000000000.%C3%A9", "before"),
     ],
 )
 async def test_wrong_filters_are_refused_by_name(http: Http, query: str, field: str) -> None:

@@ -44,6 +44,9 @@ async def test_sweeps_are_listed_by_their_labels_as_jobs_are(http: Http, ctx: Co
     _, page = await http("GET", "/v1/sweeps?sort=state&limit=1")
     assert (page["more"], page["sweeps"][0]["name"]) == (True, "varied"), "running ones first, the newest of them first"
     assert await listed(http, f"sort=state&before={page['cursor']}") == ["one", "two"]
+    _, page = await http("GET", "/v1/sweeps?state=running&limit=1")
+    await http("POST", f"/v1/sweeps/{page['sweeps'][0]['id']}/cancel")
+    assert await listed(http, f"state=running&before={page['cursor']}") == ["one"], "although that has left the filter"
     models = {sweep["name"]: sweep["model"] for sweep in (await http("GET", "/v1/sweeps"))[1]["sweeps"]}
     assert models["varied"] == "" and await listed(http, f"model={models['one']}") == ["two", "one"]
 
