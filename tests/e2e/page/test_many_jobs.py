@@ -11,6 +11,7 @@ from playwright.async_api import expect
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import JobState
 from tests.e2e.page.conftest import IN_BROWSER, Open
 from tests.e2e.page.running_jobs import Trainer, reward, saved
 from tests.support.api import SPEC, Http
@@ -189,3 +190,21 @@ async def test_a_long_list_has_every_job_once(opened: Open, http: Http, store: S
         await tab.page.evaluate("window.scrollTo(0, document.body.scrollHeight)")
     await expect(count).to_contain_text("450 jobs")
     await expect(count).not_to_contain_text("the first")
+
+
+async def test_jobs_that_come_and_end_push_none_out_of_a_long_list(opened: Open, http: Http, store: Store) -> None:
+    for number in range(250):
+        await store.create_job(id=f"j-{number:010}", spec=spec(name=f"run {number}"), tenant="default")
+    tab = await opened(http.url)
+    count = tab.page.locator("p.count")
+    await expect(count).to_contain_text("the first 200 jobs")
+    await tab.page.evaluate("window.scrollTo(0, document.body.scrollHeight)")
+    await expect(count).to_contain_text("250 jobs")
+    await tab.page.get_by_label("Select all").check()
+    for number in range(250, 260):
+        await store.create_job(id=f"j-{number:010}", spec=spec(name=f"run {number}"), tenant="default")
+    await store.transition("j-0000000000", JobState.CANCELLED)
+    await expect(count).to_contain_text("260 jobs", timeout=20_000)
+    await expect(tab.page.locator(".bulk")).to_contain_text("250 jobs selected")
+    await tab.page.evaluate("window.scrollTo(0, document.body.scrollHeight)")
+    await expect(tab.page.locator(".jobs tbody tr", has_text="j-0000000000")).to_contain_text("cancelled")

@@ -2,7 +2,7 @@
 
 import type { JSX } from "preact";
 import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
-import { go, queryNow, useAfter, useAsked, useKeyNames, useNow, useQuery, useTypingWait } from "../../hooks.ts";
+import { go, queryNow, useAfter, useKeyNames, useNow, useQuery, useTypingWait } from "../../hooks.ts";
 import { columnsOf, deedOf, isTyping, knownTo, picked, windowed, type Span } from "../../lib/jobs/rows.ts";
 import {
   sortDirectionOf, filterOf, groupings, queryOf, SORT_OF, sortedBy, sortsFor, valueOf, viewOf, withLabel, without,
@@ -16,9 +16,9 @@ import { Chip, Filters } from "./filters.tsx";
 import { Bulk, pressed as pressedFor } from "./job-actions.tsx";
 import { Groups } from "./groups.tsx";
 import { COLUMNS, JobRow, ROW_PX } from "./job-row.tsx";
+import { useListed } from "./use-listed.ts";
 
 const STATES = ["", "running", "queued", "starting", "paused", "succeeded", "failed", "cancelled"];
-const PAGE = 200;
 const LOOK_S = 2;
 /** A filter or an order is more work for the server. */
 const SLOW_S = 5;
@@ -26,12 +26,6 @@ const SLOW_S = 5;
 const NEAR = "1200px";
 const KEPT_COLUMNS = "opentinker-columns";
 const HELP = "j and k move, Enter opens, x selects, a selects all; of the selected jobs c compares, t tags, s cancels, d deletes artifacts, Escape clears the selection; / searches; g and then j, w, m, e, c or s goes to Jobs, Sweeps, Models, Environments, Cluster or Submit";
-
-interface Answer {
-  jobs: Job[];
-  cursor: string;
-  more: boolean;
-}
 
 export function Jobs(): JSX.Element {
   const [query, setQuery] = useQuery();
@@ -130,36 +124,22 @@ interface FoundProps {
 function Found({ filter, clear, rows, waitMs, seen, known }: FoundProps): JSX.Element {
   const isFiltered = clear !== null;
   const may = useAfter(waitMs);
-  const { value, problem, again } = useAsked<Answer>(may ? `/v1/jobs?limit=${PAGE}${filter}` : null, filter.startsWith("&sort=created") && !isFiltered ? LOOK_S : SLOW_S);
-  const [older, setOlder] = useState<Job[]>([]);
-  const [before, setBefore] = useState<string | null>(null);
-  const page = useAsked<Answer>(before && `/v1/jobs?limit=${PAGE}&before=${before}${filter}`);
-  if (!value) {
+  const { listed, problem, isReading, next, again } = useListed(may ? filter : null, filter.startsWith("&sort=created") && !isFiltered ? LOOK_S : SLOW_S);
+  if (!listed) {
     const jobs = problem ? [] : known();
     if (problem) return <Said problem={problem} />;
-    return jobs.length ? <Table jobs={jobs} {...rows} again={again} /> : <Empty>Loading…</Empty>;
+    return jobs.length ? <Table jobs={jobs} seen={seen} {...rows} again={again} /> : <Empty>Loading…</Empty>;
   }
-  const behind = once([...older, ...(page.value?.jobs ?? [])], value.jobs);
-  const shown = [...value.jobs, ...behind];
-  const last = before ? page.value : value; // null while it is read: only its end says what comes next
-  for (const job of shown) seen.set(job.id, job);
-  const next = (): void => {
-    setOlder(behind);
-    setBefore(last?.cursor ?? before);
-  };
-  const anew = (): void => {
-    setOlder([]);
-    setBefore(null);
-    again();
-  };
+  const { jobs, more } = listed;
+  for (const job of jobs) seen.set(job.id, job);
   return (
     <>
-      <Said problem={problem ?? page.problem} />
-      {shown.length === 0 ? <Nothing clear={clear} more={Boolean(last?.more)} /> : <Table jobs={shown} {...rows} again={anew} />}
+      <Said problem={problem} />
+      {jobs.length === 0 ? <Nothing clear={clear} more={more} /> : <Table jobs={jobs} seen={seen} {...rows} again={again} />}
       <p class="dim count">
-        {!last || last.more ? `the first ${counted(shown.length, "job")}` : counted(shown.length, "job")} <span title={HELP}>keys: ?</span>
+        {more ? `the first ${counted(jobs.length, "job")}` : counted(jobs.length, "job")} <span title={HELP}>keys: ?</span>
       </p>
-      {last?.more && <More key={last.cursor} isSearch={isFiltered} byItself={shown.length > 0} next={next} />}
+      {more && !isReading && !problem && <More key={listed.cursor} isSearch={isFiltered} byItself={jobs.length > 0} next={next} />}
     </>
   );
 }
@@ -177,12 +157,6 @@ function Nothing({ clear, more }: { clear: (() => void) | null; more: boolean })
       {more ? "None of the newest jobs matches; search the older ones below, or" : "No job matches the filters."} <button onClick={clear}>{more ? "clear the filters" : "Clear the filters"}</button>
     </Empty>
   );
-}
-
-/** The jobs without those of `before`, each once: a list may have moved between two pages. */
-function once(jobs: Job[], before: Job[]): Job[] {
-  const seen = new Set(before.map((job) => job.id));
-  return jobs.filter((job) => !seen.has(job.id) && seen.add(job.id));
 }
 
 /** Asks for more: by a click, or as soon as the end of the list comes near. */
@@ -203,10 +177,12 @@ function More({ isSearch, byItself, next }: { isSearch: boolean; byItself: boole
 
 interface TableProps extends RowsProps {
   jobs: Job[];
+  /** Of a selected job that is not listed any more what was known last. */
+  seen: Map<string, Job>;
   again: () => void;
 }
 
-function Table({ jobs, columns, sort, choose, order, again }: TableProps): JSX.Element {
+function Table({ jobs, seen, columns, sort, choose, order, again }: TableProps): JSX.Element {
   const body = useRef<HTMLTableSectionElement>(null);
   const span = useWindow(body, jobs.length);
   const [chosen, setChosen] = useState<ReadonlySet<string>>(new Set());
@@ -217,6 +193,10 @@ function Table({ jobs, columns, sort, choose, order, again }: TableProps): JSX.E
   const now = useNow(5);
   const ids = jobs.map((job) => job.id);
   const at = atId === null ? -1 : ids.indexOf(atId);
+  const listed = new Set(ids);
+  const gone = [...chosen].filter((id) => !listed.has(id)).flatMap((id) => seen.get(id) ?? []);
+  const picks = [...jobs.filter((job) => chosen.has(job.id)), ...gone];
+  const isAll = picks.length - gone.length === jobs.length;
   const pick = (id: string, shift: boolean): void => {
     setChosen(picked(chosen, ids, id, last, shift));
     setLast(id);
@@ -224,7 +204,7 @@ function Table({ jobs, columns, sort, choose, order, again }: TableProps): JSX.E
   const deeds = useRef({ pick, choose });
   deeds.current = { pick, choose }; // rows that have not changed are not drawn again, and ask for the newest
   const compare = (): void => {
-    if (chosen.size) go("compare", ids.filter((id) => chosen.has(id)).join());
+    if (picks.length) go("compare", picks.map((job) => job.id).join());
   };
   const move = (to: number): void => {
     const next = Math.max(0, Math.min(jobs.length - 1, to));
@@ -264,7 +244,6 @@ function Table({ jobs, columns, sort, choose, order, again }: TableProps): JSX.E
     window.addEventListener("keydown", pressed);
     return () => window.removeEventListener("keydown", pressed);
   });
-  const picks = jobs.filter((job) => chosen.has(job.id));
   return (
     <>
       {help && <p class="dim">{HELP}.</p>}
@@ -278,8 +257,8 @@ function Table({ jobs, columns, sort, choose, order, again }: TableProps): JSX.E
               <input
                 type="checkbox"
                 aria-label="Select all"
-                checked={picks.length === jobs.length}
-                onChange={() => setChosen(picks.length === jobs.length ? new Set() : new Set(ids))}
+                checked={isAll}
+                onChange={() => setChosen(isAll ? new Set() : new Set(ids))}
               />
             </th>
             {["Job", ...columns].map((name) => (
