@@ -6,7 +6,7 @@ Redis keys:
                             sweep that runs target:{n}
     notify:tenants          set of tenants that ever had a message
     notify:due:{tenant}     sorted set of ids of messages by the time of the next try
-    notify:mails:{tenant}   e-mails sent within the hour
+    notify:mails:{tenant}   e-mails within the hour; expires with it
     notify:messages         hash of messages by id, JSON
     notify:secret:{tenant}  what webhooks are signed with
 """
@@ -21,13 +21,23 @@ from typing import Any, cast
 import msgspec
 from redis.asyncio import Redis
 
-from opentinker.shared.state.redis_script import read_hashes
+from opentinker.shared.state.redis_script import Script, read_hashes
 from opentinker.shared.types import codec
 
 PREFIX = "whsec_"
 """Defined by https://www.standardwebhooks.com."""
 SECRET_BYTES = 32
 HOUR_S = 3600
+_TAKE = """
+redis.call('EXPIRE', KEYS[1], ARGV[2], 'NX')
+if tonumber(redis.call('GET', KEYS[1]) or '0') >= tonumber(ARGV[1]) then
+  return math.max(1, redis.call('PTTL', KEYS[1]))
+end
+redis.call('INCR', KEYS[1])
+redis.call('EXPIRE', KEYS[1], ARGV[2], 'NX')
+return 0
+"""
+_GIVE_BACK = "if tonumber(redis.call('GET', KEYS[1]) or '0') > 0 then redis.call('DECR', KEYS[1]) end"
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,6 +56,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
 class Notifications:
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
+        self._take, self._give_back = Script(redis, _TAKE), Script(redis, _GIVE_BACK)
 
     async def follow(self, job: str, now: float) -> None:
         """The job is to be looked at from now on."""
@@ -94,18 +105,24 @@ class Notifications:
             pipe.zadd(_due(message.tenant), {message.id: at})
             await pipe.execute()
 
+    async def postpone(self, message: Message, at: float) -> None:
+        """The message waits until that time; this is no try."""
+        await self._redis.zadd(_due(message.tenant), {message.id: at}, xx=True)
+
     async def done(self, message: Message) -> None:
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.zrem(_due(message.tenant), message.id)
             pipe.hdel("notify:messages", message.id)
             await pipe.execute()
 
-    async def count_mail(self, tenant: str) -> int:
-        """Count an e-mail. Return how many there were within the hour, with this one."""
-        async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.incr(f"notify:mails:{tenant}")
-            pipe.expire(f"notify:mails:{tenant}", HOUR_S, nx=True)
-            return int((await pipe.execute())[0])
+    async def take_mail(self, tenant: str, limit: int) -> float:
+        """Count an e-mail, unless there were `limit` within the hour. Return the seconds until the next hour begins; 0:
+        it is counted."""
+        return int(await self._take(keys=[_mails(tenant)], args=[limit, HOUR_S])) / 1000
+
+    async def give_back_mail(self, tenant: str) -> None:
+        """An e-mail that was counted is not sent."""
+        await self._give_back(keys=[_mails(tenant)])
 
     async def secret(self, tenant: str, *, renew: bool = False) -> str:
         """Return the key that signs the tenant's webhooks. The first call creates it; `renew` replaces it."""
@@ -117,6 +134,10 @@ class Notifications:
 def seen_key(id: str) -> str:
     """Return the key of what of a job or sweep was looked at."""
     return f"notify:seen:{id}"
+
+
+def _mails(tenant: str) -> str:
+    return f"notify:mails:{tenant}"
 
 
 def _due(tenant: str) -> str:

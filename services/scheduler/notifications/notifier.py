@@ -6,7 +6,8 @@
            that a receiver who hangs delays no other tenant's; waits SEND_S
 
 A message is kept in Redis before what it tells of counts as seen, so a killed scheduler loses none; one may be sent
-twice, with the same id. It is tried TRIES times, over about an hour.
+twice, with the same id. It is tried TRIES times, over about 40 minutes; an e-mail that waits for the next hour is not
+tried meanwhile.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from redis.exceptions import RedisError
 
 from opentinker.services.scheduler.artifacts.catalog import ArtifactCatalog
 from opentinker.services.scheduler.jobs.metric_history import MetricHistory
-from opentinker.services.scheduler.notifications.delivery import NotDelivered, deliver
+from opentinker.services.scheduler.notifications.delivery import deliver
 from opentinker.shared.asyncio_tools import cancel_and_wait, every_despite
 from opentinker.shared.messaging.bus import NoReply
 from opentinker.shared.runtime.service import Context
@@ -39,7 +40,7 @@ LOOK_S, SEND_S = 2.0, 0.5
 LATE_S = 30.0
 """Time after the end of a job within which metrics may still arrive."""
 MAILS = 200
-"""Per tenant and hour; further ones wait."""
+"""Delivered per tenant and hour; further ones wait for the next."""
 TRIES = 9
 FIRST_RETRY_S, MAX_RETRY_S = 10.0, 1200.0
 AT_ONCE = 5
@@ -186,9 +187,13 @@ class Notifier:
             return await self._kept.done(message)  # it was deleted
         try:
             to = NotifySpec.model_validate(entries[message.entry])
-            if to.email is not None and (sent := await self._kept.count_mail(message.tenant)) > MAILS:
-                raise NotDelivered(f"{sent} e-mails within an hour, {MAILS} allowed")
-            await deliver(message, to, await self._kept.secret(message.tenant), self._ctx.settings)
+            secret = await self._kept.secret(message.tenant)
+            if to.email is None:
+                await deliver(message, to, secret, self._ctx.settings)
+            elif wait_s := await self._kept.take_mail(message.tenant, MAILS):
+                return await self._kept.postpone(message, time.time() + wait_s)
+            else:
+                await self._mail(message, to, secret)
         except RedisError:
             raise
         except Exception as error:  # noqa: BLE001 - one message must not end the others
@@ -196,6 +201,14 @@ class Notifier:
         else:
             await self._kept.done(message)
             log.info("notified", job=message.job, occasion=message.occasion, message=message.id)
+
+    async def _mail(self, message: Message, to: NotifySpec, secret: str) -> None:
+        """Deliver an e-mail that was counted; one that fails counts no longer."""
+        try:
+            await deliver(message, to, secret, self._ctx.settings)
+        except Exception:
+            await self._kept.give_back_mail(message.tenant)
+            raise
 
     async def _entries(self, id: str) -> list[dict[str, Any]]:
         """Return the [[notify]] of a job or sweep. Raises NotFound."""

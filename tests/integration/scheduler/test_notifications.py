@@ -17,11 +17,12 @@ from aiohttp import web
 from aiosmtpd.controller import Controller
 
 from opentinker.services.scheduler.notifications import notifier as notifier_module
+from opentinker.services.scheduler.notifications.delivery import NotDelivered
 from opentinker.services.scheduler.notifications.notifier import MAILS, TRIES, UNKNOWN_S, Notifier
 from opentinker.shared.messaging.subjects import METRIC
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import parse_spec
-from opentinker.shared.state.notifications import Message, Notifications
+from opentinker.shared.state.notifications import HOUR_S, Message, Notifications
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobState
 from tests.conftest import free_port, until
@@ -194,14 +195,45 @@ async def test_a_tenant_sends_so_many_mails_an_hour(
     monkeypatch.setattr(notifier_module, "deliver", deliver)
     kept = Notifications(store.redis)
     for _ in range(MAILS - 2):
-        await kept.count_mail("default")
+        await kept.take_mail("default", MAILS)
     for number in range(3):
         job = await notifying(store, f"j-mail{number}", {"email": "me@lab.example"})
         await store.transition(job, JobState.SUCCEEDED)
-    await tells(Notifier(allowing(ctx)))
+    told = Notifier(allowing(ctx))
+    await tells(told)
     assert len(sent) == 2
     (waits,) = await kept.due(time.time() + 1e6, 10)
-    assert waits.tries == 1
+    ((_, at),) = await store.redis.zrange("notify:due:default", 0, -1, withscores=True)
+    assert waits.tries == 0 and at == pytest.approx(time.time() + HOUR_S, abs=60), "the end of the hour is waited for"
+    for _ in range(TRIES):
+        await store.redis.zadd("notify:due:default", {waits.id: 0.0})
+        await tells(told)
+    assert [one.tries for one in await kept.due(time.time() + 1e6, 10)] == [0] and len(sent) == 2
+    await store.redis.delete("notify:mails:default")  # the hour is over
+    await store.redis.zadd("notify:due:default", {waits.id: 0.0})
+    await tells(told)
+    assert len(sent) == 3 and await kept.due(time.time() + 1e6, 10) == []
+
+
+async def test_a_mail_that_fails_takes_no_place_of_another(
+    ctx: Context, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[str] = []
+
+    async def deliver(message: Message, *_: Any) -> None:
+        if message.job == "j-dead":
+            raise NotDelivered("no such mailbox")
+        sent.append(message.job)
+
+    monkeypatch.setattr(notifier_module, "deliver", deliver)
+    kept, told = Notifications(store.redis), Notifier(allowing(ctx))
+    for _ in range(MAILS - 1):
+        await kept.take_mail("default", MAILS)
+    for id in ("j-dead", "j-read"):
+        await store.transition(await notifying(store, id, {"email": "me@lab.example"}), JobState.SUCCEEDED)
+        await tells(told)
+    assert sent == ["j-read"]
+    assert await kept.take_mail("default", MAILS) > 0, "the one that was sent took the last place"
 
 
 @pytest.mark.parametrize(
