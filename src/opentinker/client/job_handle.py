@@ -21,6 +21,7 @@ from opentinker.sdk.cards import point_row
 from opentinker.sdk.displays import Frame, framed
 from opentinker.sdk.record_view import JobView
 from opentinker.shared.api_types import Event, Job, Rollout
+from opentinker.shared.types.core import part_id
 
 
 class JobHandle(JobView, Handle[Job]):
@@ -50,13 +51,16 @@ class JobHandle(JobView, Handle[Job]):
         """Return what has happened so far, oldest first."""
         return self.client.event_log(self.id)
 
-    def rollouts(self, step: int | None = None) -> Iterator[Rollout]:
-        """Yield the kept training episodes of a step, or of all steps that have any, oldest first."""
-        found = self.client.rollouts(self.id, step)
+    def rollouts(self, step: int | None = None, *, policy: str = "") -> Iterator[Rollout]:
+        """Yield the kept training episodes of a step, or of all steps that have any, oldest first. `policy`: which of
+        the policies, of a job with several."""
+        part = part_id(self.id, policy)
+        found = self.client.rollouts(part, step)
         for one in [step] if step is not None else found["steps"]:
-            page = found if one == found["step"] else self.client.rollouts(self.id, one)
+            page = found if one == found["step"] else self.client.rollouts(part, one)
             yield from page["rollouts"]
 
-    def download(self, to: str | Path, step: int | None = None) -> Path:
-        """Download a checkpoint (default: the newest) into a directory that transformers or peft loads."""
-        return self.client.download(self.id, to, step)
+    def download(self, to: str | Path, step: int | None = None, *, policy: str = "") -> Path:
+        """Download a checkpoint (default: the newest) into a directory that transformers or peft loads. `policy`: which
+        of the policies, of a job with several."""
+        return self.client.download(part_id(self.id, policy), to, step)

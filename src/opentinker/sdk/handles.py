@@ -21,6 +21,7 @@ from opentinker.sdk.http import ApiError
 from opentinker.sdk.record_view import FINAL, JobView, Record, RecordView, SweepView
 from opentinker.sdk.sweeps import best_job
 from opentinker.shared.api_types import Event, Job, Rollout, Sweep, SweepBest
+from opentinker.shared.types.core import part_id
 
 if TYPE_CHECKING:
     from opentinker.sdk.client import AsyncClient
@@ -123,17 +124,20 @@ class AsyncJobHandle(JobView, AsyncHandle[Job]):
         """Return what has happened so far, oldest first."""
         return await self.client.event_log(self.id)
 
-    async def rollouts(self, step: int | None = None) -> AsyncGenerator[Rollout, None]:
-        """Yield the kept training episodes of a step, or of all steps that have any, oldest first."""
-        found = await self.client.rollouts(self.id, step)
+    async def rollouts(self, step: int | None = None, *, policy: str = "") -> AsyncGenerator[Rollout, None]:
+        """Yield the kept training episodes of a step, or of all steps that have any, oldest first. `policy`: which of
+        the policies, of a job with several."""
+        part = part_id(self.id, policy)
+        found = await self.client.rollouts(part, step)
         for one in [step] if step is not None else found["steps"]:
-            page = found if one == found["step"] else await self.client.rollouts(self.id, one)
+            page = found if one == found["step"] else await self.client.rollouts(part, one)
             for rollout in page["rollouts"]:
                 yield rollout
 
-    async def download(self, to: str | Path, step: int | None = None) -> Path:
-        """Download a checkpoint (default: the newest) into a directory that transformers or peft loads."""
-        return await self.client.download(self.id, to, step)
+    async def download(self, to: str | Path, step: int | None = None, *, policy: str = "") -> Path:
+        """Download a checkpoint (default: the newest) into a directory that transformers or peft loads. `policy`: which
+        of the policies, of a job with several."""
+        return await self.client.download(part_id(self.id, policy), to, step)
 
 
 class AsyncSweepHandle(SweepView, AsyncHandle[Sweep]):

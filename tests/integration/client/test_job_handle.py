@@ -6,6 +6,7 @@ import asyncio
 import io
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from rich.console import Console
 from rich.pretty import pretty_repr
 
 from opentinker import AsyncClient, Client
-from opentinker.client import ApiNotFound
+from opentinker.client import ApiError, ApiNotFound
 from opentinker.client.job_handle import JobHandle
 from opentinker.sdk import displays
 from opentinker.sdk.cards import job_card, job_progress
@@ -23,10 +24,10 @@ from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.subjects import METRIC
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.store import Store
-from opentinker.shared.types.core import JobState
+from opentinker.shared.types.core import JobState, part_id
 from opentinker.shared.types.manifest import name_of
 from tests.support.api import OPERATOR, SPEC
-from tests.support.factories import make_point
+from tests.support.factories import make_point, make_spec
 
 
 async def told(bus: Bus, job: str, values: list[float]) -> None:
@@ -98,6 +99,31 @@ async def test_training_episodes_are_yielded_step_by_step(client: AsyncClient, c
     every, one = await asyncio.to_thread(work)
     assert every == [(2, 0.2), (2, 0.0), (10, 1.0), (10, 0.0)], "oldest first, whole"
     assert one == [(2, 0.2), (2, 0.0)]
+
+
+async def test_a_job_with_several_policies_yields_the_episodes_of_one(
+    client: AsyncClient, ctx: Context, tmp_path: Path
+) -> None:
+    game = {"environment": {"name": "tictactoe"}, "seats": {"first": "a", "second": "b"}}
+    id = (await client.submit(make_spec(**game, policies={"a": {}, "b": {}})))["id"]
+    for step in (1, 2):
+        keep_rollouts(ctx, part_id(id, "b"), step, [step / 10])
+
+    def work() -> list[float]:
+        with Client(client.url, api_key=OPERATOR) as own:
+            job = own.handle(id)
+            with pytest.raises(ApiError, match="policy"):
+                next(job.rollouts())
+            assert list(job.rollouts(policy="a")) == []
+            with pytest.raises(ApiError, match="there are: none yet"):
+                job.download(tmp_path / "model", policy="b")
+            return [one["reward"] for one in job.rollouts(policy="b")]
+
+    assert await asyncio.to_thread(work) == [0.1, 0.2]
+    handle = await client.handle(id)
+    assert [one["reward"] async for one in handle.rollouts(2, policy="b")] == [0.2]
+    with pytest.raises(ApiError, match="there are: none yet"):
+        await handle.download(tmp_path / "model", policy="b")
 
 
 def test_rows_become_the_frame_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
