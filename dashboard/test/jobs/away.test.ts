@@ -2,7 +2,7 @@
 
 import { strict as assert } from "node:assert";
 import { test } from "node:test";
-import { alarmsSince, happenedSince, lastLook } from "../../src/lib/jobs/away.ts";
+import { alarmsSince, dismissed, happenedSince, isCut, looked } from "../../src/lib/jobs/away.ts";
 import type { Event, Job, SweepSummary } from "../../src/lib/types.ts";
 
 function job(id: string, finished: number | null, tags: string[] = []): Job {
@@ -19,11 +19,33 @@ test("jobs and sweeps that ended since are told, the newest first, and a sweep's
   );
 });
 
+function storage(entries: [string, string][] = []): Pick<Storage, "getItem" | "setItem" | "removeItem"> {
+  const kept = new Map(entries);
+  return { getItem: (name) => kept.get(name) ?? null, setItem: (name, value) => void kept.set(name, value), removeItem: (name) => void kept.delete(name) };
+}
+
 test("a first look, and one after a moment, have nothing before them", () => {
-  assert.equal(lastLook(1000, null), null);
-  assert.equal(lastLook(1000, "900"), null);
-  assert.equal(lastLook(1000, "600"), 600);
-  assert.equal(lastLook(1000, "nonsense"), null);
+  assert.equal(looked(1000, storage()).since, null);
+  assert.equal(looked(1000, storage([["opentinker-seen", "900"]])).since, null);
+  assert.equal(looked(1000, storage([["opentinker-seen", "nonsense"]])).since, null);
+});
+
+test("an absence is told at every look until it is dismissed, and a second one adds to it", () => {
+  const kept = storage([["opentinker-seen", "600"]]);
+  assert.deepEqual(looked(1000, kept), { since: 600, returned: true });
+  assert.deepEqual(looked(1010, kept), { since: 600, returned: false }); // back from a job's view
+  assert.deepEqual(looked(9000, kept), { since: 600, returned: true }); // a night later, in the same tab
+  dismissed(kept);
+  assert.deepEqual(looked(9010, kept), { since: null, returned: false });
+  assert.deepEqual(looked(9900, kept), { since: 9010, returned: true });
+});
+
+test("a list that stops before all that has ended is cut", () => {
+  const ended = [job("b", 130), job("a", 110)];
+  assert.equal(isCut(100, ended, true), true);
+  assert.equal(isCut(100, ended, false), false);
+  assert.equal(isCut(110, ended, true), false);
+  assert.equal(isCut(100, [job("a", null)], true), false);
 });
 
 test("of each alarm since then the newest is told", () => {

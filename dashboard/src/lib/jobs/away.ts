@@ -4,6 +4,8 @@ import type { Event, Job, SweepSummary } from "../types.ts";
 import { short } from "../words.ts";
 
 const KEPT = "opentinker-seen";
+/** Since when there is something to tell that nobody has dismissed. */
+const TOLD = "opentinker-away";
 /** A shorter absence is none: a reload, a look at another tab. */
 const SHORT_S = 300;
 
@@ -52,12 +54,34 @@ function alarmText(event: Event): string {
   return `${name}: ${metric} is ${short(value)}${typeof hint === "string" ? `; ${hint}` : ""}`;
 }
 
-/** Unix seconds of the last look before this one; null: there was none, or it was a moment ago. */
-export function lastLook(now: number, kept = localStorage.getItem(KEPT)): number | null {
-  const since = Number(kept ?? "");
-  return since > 0 && now - since > SHORT_S ? since : null;
+/** Whether a list, those that ended last first, stops before everything that has ended since then. */
+export function isCut(since: number, ended: { finished: number | null }[], more: boolean): boolean {
+  return more && (ended.at(-1)?.finished ?? 0) > since;
 }
 
-export function looked(now: number): void {
-  localStorage.setItem(KEPT, String(Math.round(now)));
+/** "2 succeeded, 1 failed". */
+export function countsOf(found: Happened[]): string {
+  const states = [...new Set(found.map((one) => one.state))];
+  return states.map((state) => `${found.filter((one) => one.state === state).length} ${state}`).join(", ");
+}
+
+export interface Look {
+  /** Unix seconds from which on things are told, until they are dismissed; null: there is nothing to tell. */
+  since: number | null;
+  /** Whether this look ends an absence. */
+  returned: boolean;
+}
+
+/** Somebody looks now. An absence before it is remembered until it is dismissed: a reload or another view loses nothing. */
+export function looked(now: number, kept: Pick<Storage, "getItem" | "setItem"> = localStorage): Look {
+  const [last, told] = [Number(kept.getItem(KEPT) ?? ""), Number(kept.getItem(TOLD) ?? "")];
+  const returned = last > 0 && now - last > SHORT_S;
+  const since = told > 0 ? told : returned ? last : null;
+  kept.setItem(KEPT, String(Math.round(now)));
+  if (since !== null) kept.setItem(TOLD, String(since));
+  return { since, returned };
+}
+
+export function dismissed(kept: Pick<Storage, "removeItem"> = localStorage): void {
+  kept.removeItem(TOLD);
 }
