@@ -81,6 +81,18 @@ class SweepSummary(TypedDict):
     """Null while no trial has finished."""
 
 
+class SweepUndelivered(TypedDict):
+    """A message of [[notify]] that was given up."""
+
+    time: float
+    occasion: str
+    entry: int
+    """Place in `notify`."""
+    tries: int
+    error: str
+    """Of the last try."""
+
+
 class Sweep(SweepSummary):
     """One sweep."""
 
@@ -93,6 +105,8 @@ class Sweep(SweepSummary):
     finished trials, and where a single setting varies."""
     worker_s: float
     """Seconds of workers that its jobs have cost."""
+    undelivered: list[SweepUndelivered]
+    """Messages about the sweep that were given up, oldest first."""
 
 
 class Sweeps(TypedDict):

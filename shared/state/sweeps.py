@@ -23,10 +23,10 @@ from opentinker.shared.state.list_rows import tenants_key
 from opentinker.shared.state.notifications import seen_key
 from opentinker.shared.state.redis_script import UNFENCED, LeadersScript, Script, newest, read_field, read_hashes
 from opentinker.shared.types.errors import Conflict, NotFound
-from opentinker.shared.types.sweeps import SweepProgress, SweepRecord, SweepState, SweepSummary, Trial
+from opentinker.shared.types.sweeps import SweepProgress, SweepRecord, SweepState, SweepSummary, Trial, Undelivered
 
 ACTIVE = "sweeps:active"
-JSON_FIELDS = ("table", "base", "progress", "tags")
+JSON_FIELDS = ("table", "base", "progress", "tags", "undelivered")
 SUMMARY_FIELDS = [name for name in SweepSummary.__struct_fields__ if name != "id"]
 T = TypeVar("T", bound=SweepSummary)
 
@@ -68,6 +68,15 @@ for i = 4, #ARGV, 2 do redis.call('HSET', KEYS[2], ARGV[i], ARGV[i + 1]) end
 return 'ok'
 """
 
+# KEYS sweep. ARGV: what could not be delivered
+_UNDELIVERED = """
+if redis.call('EXISTS', KEYS[1]) == 0 then return 'missing' end
+local all = cjson.decode(redis.call('HGET', KEYS[1], 'undelivered') or '[]')
+table.insert(all, cjson.decode(ARGV[1]))
+redis.call('HSET', KEYS[1], 'undelivered', cjson.encode(all))
+return 'ok'
+"""
+
 
 class SweepStore:
     def __init__(self, redis: Any) -> None:
@@ -76,6 +85,7 @@ class SweepStore:
         self._move = LeadersScript(redis, _MOVE)
         self._save = LeadersScript(redis, _SAVE)
         self._delete = Script(redis, _DELETE)
+        self._undelivered = Script(redis, _UNDELIVERED)
         self._end = LeadersScript(redis, "redis.call('SREM', KEYS[1], ARGV[2]) redis.call('DEL', KEYS[2])")
 
     async def create(self, sweep: SweepRecord, idempotency: str = "", body_hash: str = "") -> str:
@@ -176,6 +186,12 @@ class SweepStore:
         if before is None:
             raise NotFound(f"no sweep {id!r}")
         return SweepState(before)
+
+    async def add_undelivered(self, id: str, given_up: Undelivered) -> None:
+        """Record a message that was given up. Raises NotFound."""
+        text = msgspec.json.encode(given_up).decode()
+        if await self._undelivered(keys=[f"sweep:{id}"], args=[text]) == "missing":
+            raise NotFound(f"no sweep {id!r}")
 
     async def ended(self, id: str, *, leader: int = UNFENCED) -> None:
         """No job of the sweep is left to cancel, and all of it was told. Raises Fenced."""

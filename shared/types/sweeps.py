@@ -137,6 +137,17 @@ class SweepSummary(msgspec.Struct, frozen=True, kw_only=True):
     progress: SweepProgress = SweepProgress()
 
 
+class Undelivered(msgspec.Struct, frozen=True, kw_only=True):
+    """A message of [[notify]] that was given up."""
+
+    time: float
+    occasion: str
+    entry: int
+    """Place in its `notify`."""
+    tries: int
+    error: str
+
+
 class SweepRecord(SweepSummary, frozen=True, kw_only=True):
     """A sweep, whole."""
 
@@ -146,3 +157,4 @@ class SweepRecord(SweepSummary, frozen=True, kw_only=True):
     """[sweep] with its defaults."""
     base: dict[str, Any]
     """Spec of its jobs, as it was submitted: later changes of labels are in the fields above."""
+    undelivered: list[Undelivered] = []

@@ -73,6 +73,8 @@ export interface Sweep extends SweepSummary {
   all_trials: SweepTrial[];
   importance: Record<string, number>;
   worker_s: number;
+  /** Messages of [[notify]] that were given up. */
+  undelivered: { time: number; occasion: string; entry: number; error: string }[];
 }
 
 /** The trainer's last report: numbers by name or, of a job with several policies, those of each. */

@@ -168,6 +168,11 @@ export function SweepView({ id }: { id: string }): JSX.Element {
           {may && sweep.state === "running" && <button onClick={cancel}>Cancel</button>}
         </p>
         {sweep.reason && <p>{sweep.reason}</p>}
+        {sweep.undelivered.map((one) => (
+          <p key={`${one.occasion} ${one.entry}`}>
+            Message <i>{one.occasion}</i> to notify.{one.entry} not delivered: {one.error}
+          </p>
+        ))}
         <Labels of={sweep} at={`/v1/sweeps/${encodeURIComponent(id)}`} again={again} />
         <Said problem={problem ?? refused} />
         <Facts

@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from typing import Any
 
+import msgspec
 import nats.errors
 import structlog
 from redis.exceptions import RedisError
@@ -32,7 +33,7 @@ from opentinker.shared.state.notifications import Message, Notifications
 from opentinker.shared.state.sweeps import SweepStore
 from opentinker.shared.types.core import JobRecord
 from opentinker.shared.types.errors import Conflict, NotFound, OpenTinkerError
-from opentinker.shared.types.sweeps import ID_PREFIX
+from opentinker.shared.types.sweeps import ID_PREFIX, Undelivered
 
 log = structlog.get_logger()
 
@@ -223,11 +224,20 @@ class Notifier:
             await self._kept.again(message, time.time() + wait_s)
             return
         await self._kept.done(message)
-        detail = {"occasion": message.occasion, "entry": message.entry, "tries": TRIES, "error": why[:500]}
+        given_up = Undelivered(
+            time=time.time(), occasion=message.occasion, entry=message.entry, tries=TRIES, error=why[:500]
+        )
         try:
-            await self._store.update(message.job, event="notification_failed", failure=True, detail=detail)
+            await self._record(message.job, given_up)
         except (Conflict, NotFound):
             return
+
+    async def _record(self, id: str, given_up: Undelivered) -> None:
+        """Show at a job or sweep what could not be delivered. Raises Conflict, NotFound."""
+        if id.startswith(ID_PREFIX):
+            return await self._sweeps.add_undelivered(id, given_up)
+        detail = {name: value for name, value in msgspec.to_builtins(given_up).items() if name != "time"}
+        await self._store.update(id, event="notification_failed", failure=True, detail=detail)
 
 
 def _open_targets(told: list[NotifySpec], seen: dict[str, str]) -> dict[int, TargetSpec]:

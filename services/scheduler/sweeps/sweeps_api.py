@@ -103,6 +103,7 @@ class SweepsApi:
                 "spec": {**sweep.base, TABLE: sweep.table},
                 "all_trials": [_trial(trial) for trial in trials],
                 "importance": sweep.progress.importance,
+                "undelivered": msgspec.to_builtins(sweep.undelivered),
                 "worker_s": round(sum(one["worker_s"] for one in spent), 3),
             }
         )

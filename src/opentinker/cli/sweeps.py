@@ -215,6 +215,8 @@ def _show(found: Sweep, limit: int, url: str | None) -> None:
     cost = f"{found['jobs']} jobs, {found['worker_s']:.0f} worker-seconds"
     say(f"{found['state']}{reason}; {_progress(found)} after {lasted}; {cost}")
     say(f"{found['method']}, {found['goal']} {found['metric']}")
+    for one in found.get("undelivered", ()):  # an older server has none
+        say(on_one_line(f"message {one['occasion']} to notify.{one['entry']} not delivered: {one['error']}"))
     _show_trials(found, limit)
     if tie := _tie(found):
         say(f"\n{tie}")

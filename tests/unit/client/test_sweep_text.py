@@ -67,6 +67,12 @@ def test_each_job_has_its_seed_and_value(capsys: pytest.CaptureFixture[str]) -> 
     assert "seed" not in printed(sweep(trial(0, [0.25], seeds=False)), capsys)
 
 
+def test_a_message_that_was_given_up_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    given_up = {"time": 1.0, "occasion": "failed", "entry": 1, "tries": 9, "error": "answered 503:\nno"}
+    shown = printed(sweep(undelivered=[given_up]), capsys)
+    assert "message failed to notify.1 not delivered: answered 503: no\n" in shown
+
+
 def test_the_hint_names_the_best_job_of_the_best_trial(capsys: pytest.CaptureFixture[str]) -> None:
     found = sweep(trial(0, [0.1, 0.2]), trial(1, [0.3, 0.9, None]), best=1)
     assert best_job(found) == "j-11" and printed(found, capsys).rstrip().endswith("job j-11")

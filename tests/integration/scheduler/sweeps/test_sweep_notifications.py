@@ -10,6 +10,7 @@ import pytest
 
 from opentinker.services.scheduler.artifacts.catalog import ArtifactCatalog
 from opentinker.services.scheduler.jobs.metric_history import MetricHistory
+from opentinker.services.scheduler.notifications import notifier as notifier_module
 from opentinker.services.scheduler.notifications.notifier import Notifier
 from opentinker.services.scheduler.sweeps.messages import tell_target
 from opentinker.services.scheduler.sweeps.running_sweep import RunningSweep
@@ -18,6 +19,8 @@ from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.notifications import Message, Notifications
 from opentinker.shared.state.redis_script import UNFENCED
 from opentinker.shared.state.sweeps import SweepStore
+from opentinker.shared.types.errors import NotFound
+from opentinker.shared.types.sweeps import Undelivered
 from tests.conftest import NewContext, until
 from tests.integration.scheduler.test_notifications import Receiver, receiver
 from tests.support.api import Http, mistakes
@@ -79,6 +82,30 @@ async def test_a_message_about_a_deleted_sweep_is_dropped(ctx: Context) -> None:
     await notifier.send()
     await notifier.sent()
     assert await kept.due(2.0, 5) == []
+
+
+async def test_a_message_that_is_given_up_is_shown_at_the_sweep(
+    http: Http, ctx: Context, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notifier_module, "TRIES", 1)
+    receiver.status = 503
+    sweep = await begun(http, telling(receiver))
+    assert (await http("GET", f"/v1/sweeps/{sweep}"))[1]["undelivered"] == []
+    await http("POST", f"/v1/sweeps/{sweep}/cancel")
+
+    async def undelivered() -> list[dict[str, Any]]:
+        return list((await http("GET", f"/v1/sweeps/{sweep}"))[1]["undelivered"])
+
+    (given_up,) = await until(undelivered)
+    assert given_up["time"] == pytest.approx(time.time(), abs=60)
+    assert {**given_up, "time": 0} == {
+        "time": 0, "occasion": "cancelled", "entry": 0, "tries": 1, "error": "answered 503: so it is"
+    }  # fmt: skip
+    second = Undelivered(time=1.5, occasion="target", entry=1, tries=9, error="away")
+    await SweepStore(ctx.store.redis).add_undelivered(sweep, second)
+    assert (await SweepStore(ctx.store.redis).sweep(sweep)).undelivered[1] == second
+    with pytest.raises(NotFound):
+        await SweepStore(ctx.store.redis).add_undelivered("s-0123456789", second)
 
 
 async def test_the_best_trial_reaches_a_target_once(http: Http, ctx: Context, receiver: Receiver) -> None:
