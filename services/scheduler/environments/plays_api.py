@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import hashlib
 import secrets
 import time
 from functools import partial
@@ -27,7 +28,8 @@ from opentinker.shared.messaging.env_client import EnvClient
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.security.authorization import Action
 from opentinker.shared.spec.rollout import EnvironmentSpec
-from opentinker.shared.state.plays import PLAY_S, Play, Plays
+from opentinker.shared.state.plays import PLAY_S, Play, PlayAnswer, Plays
+from opentinker.shared.types import codec
 from opentinker.shared.types.core import Image, Message, StopReason, ToolCall
 from opentinker.shared.types.env_protocol import (
     MAX_ROWS,
@@ -77,9 +79,15 @@ class PlayedTurn(Body):
     """The body of POST /v1/plays/{play}/turns."""
 
     turn: Annotated[int, Field(ge=0, lt=2**31)]
-    """Turn of the last answer, so that a repeated request is played once."""
+    """Turn of the last answer. A request with the same turn and actions is played once, however often it is sent."""
     actions: Annotated[list[PlayedAction], Field(min_length=1, max_length=ROUND_SEATS)]
     """One for each prompt of the last answer, in its order."""
+
+    def repeats(self, last: PlayAnswer) -> bool:
+        return (last.turn, last.actions) == (self.turn, self.digest())
+
+    def digest(self) -> str:
+        return hashlib.sha256(codec.to_json([one.model_dump() for one in self.actions])).hexdigest()
 
 
 class PlaysApi:
@@ -128,17 +136,29 @@ class PlaysApi:
             if reply.wants_tokens:
                 problem = "needs the tokens that a model samples, so a person cannot play it"
                 raise SpecError.of("environment.name", play.environment, problem)
-            return json_response(await self._answer(request, play, reply), 201)
+            return json_response(await self._opened(request, play, reply), 201)
         except BaseException:  # no one can play it: its place is free now, and not after PLAY_S
             await client.close(worker=reply.worker, session=play.session)
             raise
 
     @Route("POST", "/v1/plays/{play}/turns", Action.JOBS_WRITE, body=PlayedTurn, answer=api_types.PlayedEpisode)
     async def turn(self, request: web.Request) -> web.Response:
-        """Answer in an episode that you play."""
-        play, said = await self._found(request), parsed(PlayedTurn, await read_json(request))
+        """Answer in an episode that you play.
+
+        If the response was lost, send the same again: the turn is not played twice."""
+        said = parsed(PlayedTurn, await read_json(request))
+        tenant, id = tenant_of(request), request.match_info["play"]
+        play = await self._plays.find(tenant, id)
+        last = await self._plays.answered(tenant, id)  # after the play, which moves with it
+        if last is not None and said.repeats(last):
+            return _again(last)
+        if play is None:
+            raise _not_played(id)
         if said.turn != play.turn:
-            raise Conflict(f"the next turn of this episode is {play.turn}, not {said.turn}: it was answered elsewhere")
+            raise Conflict(
+                f"the next turn of this episode is {play.turn}, not {said.turn}, which was answered in other words or "
+                "elsewhere; if you did not see what followed, send the same answer again"
+            )
         if len(said.actions) != len(play.seats):
             problem = f"must have {len(play.seats)}, one for each prompt"
             raise SpecError.of("actions", len(said.actions), problem)
@@ -150,8 +170,7 @@ class PlaysApi:
                 reply = await self._client(request).step(play.worker, asked.step(play.session, play.turn, actions))
         except TimeoutError:
             raise Conflict(f"the environment did not answer within {TURN_S:g} s; send the turn again") from None
-        after = msgspec.structs.replace(play, turn=play.turn + 1)
-        return json_response(await self._answer(request, after, reply, before=play))
+        return await self._moved(request, play, said, reply)
 
     @Route("DELETE", "/v1/plays/{play}", Action.JOBS_WRITE, answer=api_types.EndedPlay)
     async def end(self, request: web.Request) -> web.Response:
@@ -166,46 +185,82 @@ class PlaysApi:
         id = request.match_info["play"]
         play = await self._plays.find(tenant_of(request), id)
         if play is None:
-            raise NotFound(f"no episode {id[:100]!r} is played: it may have ended; begin another")
+            raise _not_played(id)
         return play
 
     def _client(self, request: web.Request) -> EnvClient:
         return EnvClient(self._ctx.bus, tenant=tenant_of(request))
 
-    async def _answer(
-        self, request: web.Request, play: Play, reply: SessionReply, before: Play | None = None
-    ) -> api_types.PlayedEpisode:
-        """Return what the person sees next, and keep where the episode is. `before`: as it was before the turn.
-
-        Raises Conflict if it has moved or ended since then."""
-        tenant, owner = tenant_of(request), principal_of(request).name
-        over = reply.done or reply.failure is not None
-        prompts = [] if over and not reply.truncated else reply.prompts
-        if over:
-            await self._plays.end(tenant, owner, play.id)
-            if reply.failure is not None:  # an answer that cannot be read leaves the session open
-                await self._client(request).close(worker=reply.worker, session=play.session)
+    async def _opened(self, request: web.Request, play: Play, reply: SessionReply) -> api_types.PlayedEpisode:
+        """Return the first prompts, and keep where the episode is."""
+        if _over(reply):
+            await self._close_failed(request, reply, play)
         else:
-            seats = [prompt.seat for prompt in prompts]
-            play = msgspec.structs.replace(play, worker=reply.worker, together=bool(reply.round), seats=seats)
-            if before is None:
-                for old in await self._plays.begin(tenant, owner, play, time.time()):
-                    await self._client(request).close(worker=old.worker, session=old.session)
-            elif not await self._plays.move(tenant, before, play):
+            play = _waiting(play, reply)
+            for old in await self._plays.begin(tenant_of(request), principal_of(request).name, play, time.time()):
+                await self._client(request).close(worker=old.worker, session=old.session)
+        return _episode(play, reply)
+
+    async def _moved(self, request: web.Request, before: Play, said: PlayedTurn, reply: SessionReply) -> web.Response:
+        """Return what the person sees after a turn, and keep it and where the episode is.
+
+        Raises Conflict if the episode has moved or ended otherwise since `before`."""
+        tenant, owner = tenant_of(request), principal_of(request).name
+        after = _waiting(msgspec.structs.replace(before, turn=before.turn + 1), reply)
+        answer = msgspec.Raw(codec.to_json(_episode(after, reply)))
+        last = PlayAnswer(turn=said.turn, actions=said.digest(), answer=answer)
+        if _over(reply):
+            await self._plays.end(tenant, owner, before.id, last)
+            await self._close_failed(request, reply, before)
+        elif not await self._plays.move(tenant, before, after, last):
+            kept = await self._plays.answered(tenant, before.id)
+            if kept is None or not said.repeats(kept):
                 raise Conflict("this turn was answered twice at the same time, or the episode was ended: begin another")
-        return {
-            "id": play.id,
-            "environment": play.environment,
-            "turn": play.turn,
-            "prompts": [_shown(prompt) for prompt in prompts],
-            "reward": reply.reward,
-            "components": reply.components,
-            "rewards": reply.rewards,
-            "metrics": reply.metrics,
-            "done": over,
-            "truncated": reply.truncated,
-            "error": reply.error,
-        }
+            last = kept
+        return _again(last)
+
+    async def _close_failed(self, request: web.Request, reply: SessionReply, play: Play) -> None:
+        if reply.failure is not None:  # an answer that cannot be read leaves the session open
+            await self._client(request).close(worker=reply.worker, session=play.session)
+
+
+def _not_played(id: str) -> NotFound:
+    return NotFound(f"no episode {id[:100]!r} is played: it may have ended; begin another")
+
+
+def _over(reply: SessionReply) -> bool:
+    return reply.done or reply.failure is not None
+
+
+def _prompts(reply: SessionReply) -> list[SeatPrompt]:
+    return [] if _over(reply) and not reply.truncated else reply.prompts
+
+
+def _waiting(play: Play, reply: SessionReply) -> Play:
+    """Return the play with the seats that act next."""
+    seats = [prompt.seat for prompt in _prompts(reply)]
+    return msgspec.structs.replace(play, worker=reply.worker, together=bool(reply.round), seats=seats)
+
+
+def _again(last: PlayAnswer) -> web.Response:
+    return web.Response(body=bytes(last.answer), content_type="application/json")
+
+
+def _episode(play: Play, reply: SessionReply) -> api_types.PlayedEpisode:
+    """Return what the person sees next."""
+    return {
+        "id": play.id,
+        "environment": play.environment,
+        "turn": play.turn,
+        "prompts": [_shown(prompt) for prompt in _prompts(reply)],
+        "reward": reply.reward,
+        "components": reply.components,
+        "rewards": reply.rewards,
+        "metrics": reply.metrics,
+        "done": _over(reply),
+        "truncated": reply.truncated,
+        "error": reply.error,
+    }
 
 
 def _action(seat: str, said: PlayedAction) -> SeatAction:

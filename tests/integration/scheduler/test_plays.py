@@ -14,7 +14,7 @@ from opentinker.services.scheduler.environments import plays_api
 from opentinker.shared import api_types
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.security.authorization import Role
-from opentinker.shared.state.plays import MAX_PLAYS, PLAY_S, Play, Plays
+from opentinker.shared.state.plays import ENDED_S, MAX_PLAYS, PLAY_S, Play, PlayAnswer, Plays
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.env_protocol import SeatPrompt
 from tests.integration.client.test_cli import typed
@@ -85,6 +85,33 @@ async def test_a_turn_that_is_not_the_next_is_refused(http: Http, workers: Worke
     assert "next turn of this episode is 1, not 0" in str(await said(http, episode, "b", status=409))
 
 
+async def test_a_turn_whose_answer_was_lost_is_sent_again_and_played_once(http: Http, workers: Workers) -> None:
+    await workers.start("env-0")
+    episode = await begun(http, played("tictactoe"))
+    lost = await said(http, episode, "5")
+    assert await said(http, episode, "5") == lost and lost["turn"] == 1
+    for move in ("1", "4", "2"):
+        lost = await said(http, lost, move)
+    ended = await said(http, lost, "6")
+    assert ended["done"] and await said(http, lost, "6") == ended
+    await said(http, lost, "3", status=404)
+
+
+async def test_a_turn_that_is_sent_twice_at_the_same_time_has_one_answer(http: Http, workers: Workers) -> None:
+    await workers.start("env-0")
+    episode = await begun(http, played(COUNTING))
+    one, other = await asyncio.gather(said(http, episode, "a"), said(http, episode, "a"))
+    assert one == other and one["turn"] == 1
+
+
+async def test_an_ended_play_answers_no_turn_again(http: Http, workers: Workers) -> None:
+    await workers.start("env-0")
+    episode = await begun(http, played(COUNTING))
+    await said(http, episode, "a")
+    await asked(http, "DELETE", f"/v1/plays/{episode['id']}", 200)
+    await said(http, episode, "a", status=404)
+
+
 async def test_what_cannot_be_played_says_why(http: Http, workers: Workers, ctx: Context) -> None:
     none = await begun(http, played(), 409)
     assert "no env worker answers" in str(none)
@@ -147,11 +174,15 @@ async def test_a_play_moves_from_where_it_stands_and_no_other_way(store: Store) 
     before = Play(id="p", environment="e", worker="w", together=False, seats=[""])
     assert await plays.begin("red", "ada", before, time.time()) == []
     after = msgspec.structs.replace(before, turn=1)
-    assert await plays.move("red", before, after) and await plays.find("red", "p") == after
+    first, second = (PlayAnswer(turn=turn, actions="digest", answer=msgspec.Raw(b'{"turn":1}')) for turn in (0, 1))
+    assert await plays.move("red", before, after, first) and await plays.find("red", "p") == after
     assert 0 < await store.redis.ttl("play:red:p") <= PLAY_S
-    assert not await plays.move("red", before, msgspec.structs.replace(before, turn=1, seats=["x"]))
-    await plays.end("red", "ada", "p")
-    assert not await plays.move("red", after, before) and await plays.find("red", "p") is None
+    assert 0 < await store.redis.ttl("play_answer:red:p") <= PLAY_S
+    assert not await plays.move("red", before, msgspec.structs.replace(before, turn=1, seats=["x"]), second)
+    assert await plays.answered("red", "p") == first
+    await plays.end("red", "ada", "p", second)
+    assert not await plays.move("red", after, before, first) and await plays.find("red", "p") is None
+    assert await plays.answered("red", "p") == second and 0 < await store.redis.ttl("play_answer:red:p") <= ENDED_S
 
 
 def test_a_prompt_in_tokens_is_shown_with_the_reason_why_it_is_no_text() -> None:
