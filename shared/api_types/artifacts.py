@@ -63,6 +63,14 @@ class Evaluations(TypedDict):
     evaluations: list[Evaluation]
 
 
+class Ranked(TypedDict):
+    """The value by which a list of checkpoints is sorted."""
+
+    metric: str
+    setting: str
+    value: float
+
+
 class RegisteredCheckpoint(TypedDict):
     """A checkpoint of the tenant, with its origin and its evaluations."""
 
@@ -94,6 +102,8 @@ class RegisteredCheckpoint(TypedDict):
     compared: dict[str, int]
     """By setting, the place in `evaluations` of the one that counts when checkpoints are compared: the newest with
     values, whether an eval job or the checkpoint's own job made it."""
+    ranked: Ranked | None
+    """In a list that is sorted by a metric: its value in the one setting by which all are sorted, if it has one."""
 
 
 class CheckpointRegistry(TypedDict):
@@ -103,6 +113,11 @@ class CheckpointRegistry(TypedDict):
     cursor: str
     """The `before` of the next page."""
     more: bool
+    metrics: list[str]
+    """Metrics by which all of the tenant's may be sorted: the first 100, without `val/`."""
+    settings: list[str]
+    """Settings in which the tenant's were evaluated, those of most checkpoints first: 100 at most. Only those with the
+    metric, if it sorts."""
 
 
 Kind = Literal["checkpoint", "adapter", "state", "metrics", "transcripts", "log"]

@@ -308,4 +308,6 @@ export interface RegisteredCheckpoint {
   evaluations: Evaluation[];
   /** By setting: the place in `evaluations` of the one that counts in comparisons. */
   compared: Record<string, number>;
+  /** The value that sorts the list, if a metric does. */
+  ranked: { metric: string; setting: string; value: number } | null;
 }

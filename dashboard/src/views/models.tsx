@@ -6,7 +6,7 @@ import { useAsked, useDoing, useMay, useNow } from "../hooks.ts";
 import { ask } from "../lib/api.ts";
 import { lineageLinks, metricRows, settingsOf, type MetricRow } from "../lib/checkpoints/registry.ts";
 import type { RegisteredCheckpoint } from "../lib/types.ts";
-import { ago, bytes, counted, moment } from "../lib/words.ts";
+import { ago, bytes, counted, moment, short } from "../lib/words.ts";
 import { Bounded, Empty, Said, Select, Table, type Column } from "../parts.tsx";
 import { Evaluated } from "./job/checkpoints.tsx";
 
@@ -17,6 +17,8 @@ const MOST = 1000;
 const SORTS: [string, string][] = [
   ["created", "newest first"],
   ["bytes", "largest first"],
+];
+const METRICS: [string, string][] = [
   ["exact", "by exact"],
   ["reward/mean", "by mean reward"],
   ["pass/1", "by pass@1"],
@@ -37,6 +39,8 @@ const TEXTS = ["model", "project", "tag", "job"] as const;
 interface Answer {
   checkpoints: RegisteredCheckpoint[];
   more: boolean;
+  metrics: string[];
+  settings: string[];
 }
 
 export function Models(): JSX.Element {
@@ -54,6 +58,10 @@ export function Models(): JSX.Element {
     const others = picked.filter((other) => other.checkpoint !== one.checkpoint);
     setPicked(others.length < picked.length ? others : [...picked, one]);
   };
+  const sort = filter["sort"] ?? "created";
+  const metrics = METRICS.filter(([name]) => name === sort || value?.metrics.includes(name.replace(/^-/, "")));
+  const setting = filter["setting"] ?? "any";
+  const settings = [...new Set([...(setting === "any" ? [] : [setting]), ...(value?.settings ?? [])])];
   const listed = new Map(value?.checkpoints.map((one) => [one.checkpoint, one]));
   return (
     <>
@@ -64,7 +72,10 @@ export function Models(): JSX.Element {
         ))}
         <Select label="Weights" value={filter["weights"] ?? "any"} of={WEIGHTS} choose={(one) => change("weights", one)} />
         <Select label="Published" value={filter["published"] ?? "any"} of={PUBLISHED} choose={(one) => change("published", one)} />
-        <Select label="Order" value={filter["sort"] ?? "created"} of={SORTS} choose={(one) => change("sort", one)} />
+        <Select label="Order" value={sort} of={[...SORTS, ...metrics]} choose={(one) => change("sort", one)} />
+        {settings.length > 0 && (
+          <Select label="Evaluated on" value={setting} of={[["any", "evaluated on anything"], ...settings.map((one): [string, string] => [one, one])]} choose={(one) => change("setting", one)} />
+        )}
       </div>
       <Said problem={problem} />
       {picked.length > 0 && (
@@ -94,6 +105,7 @@ interface ListProps {
 function Listed({ of, isPicked, pick, again }: ListProps): JSX.Element {
   const now = useNow(5);
   const publishes = useMay("checkpoints:write");
+  const ranked = of.find((one) => one.ranked)?.ranked;
   const columns: Column<RegisteredCheckpoint>[] = [
     ["Select", (one) => <input type="checkbox" aria-label={`Select ${one.checkpoint}`} checked={isPicked(one)} onClick={() => pick(one)} />],
     [
@@ -108,6 +120,9 @@ function Listed({ of, isPicked, pick, again }: ListProps): JSX.Element {
         </>
       ),
     ],
+    ...(ranked
+      ? [[ranked.metric.replace(/^val\//, ""), (one) => one.ranked && <span title={one.ranked.setting}>{short(one.ranked.value)}</span>] as Column<RegisteredCheckpoint>]
+      : []),
     ["Lineage", (one) => <Lineage of={one.lineage} />],
     ["Weights", (one) => (one.lora_rank === null ? one.weights : `lora, rank ${one.lora_rank}`)],
     ["Size", (one) => <span title={`${bytes(one.bytes)} with the trainer's state`}>{bytes(one.model_bytes)}</span>],
@@ -122,7 +137,16 @@ function Listed({ of, isPicked, pick, again }: ListProps): JSX.Element {
       ),
     ],
   ];
-  return <Table of={columns} rows={of} by={(one) => one.checkpoint} look="card models" row={(one) => ({ "aria-selected": isPicked(one) })} />;
+  return (
+    <>
+      {ranked && (
+        <p class="dim">
+          By {ranked.metric.replace(/^val\//, "")} on {ranked.setting}.
+        </p>
+      )}
+      <Table of={columns} rows={of} by={(one) => one.checkpoint} look="card models" row={(one) => ({ "aria-selected": isPicked(one) })} />
+    </>
+  );
 }
 
 function Lineage({ of }: { of: string[] }): JSX.Element {

@@ -222,6 +222,7 @@ def _registered(
         "lineage": lineage_of(part, records),
         "evaluations": listed,
         "compared": compared(listed),
+        "ranked": None,
     }
 
 

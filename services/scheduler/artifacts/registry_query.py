@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from opentinker.shared.api_types.artifacts import RegisteredCheckpoint
+from opentinker.shared.api_types.artifacts import Ranked, RegisteredCheckpoint
 from opentinker.shared.types.errors import SpecError
 
 LONGEST = 200
 """Characters of a filter."""
+LONGEST_SETTING = 2000
 VAL = "val/"
+INTERVAL = ("/low", "/high")
+NAMED = 100
+"""Metrics, and settings, that a list names."""
 METRICS_NAMED = 8
 """Metrics that the refusal of an unknown one names."""
 ORDERS: dict[str, Callable[[RegisteredCheckpoint], Any]] = {
@@ -35,6 +39,7 @@ class RegistryQuery(NamedTuple):
     tags: frozenset[str] = frozenset()
     published: str = "any"
     weights: str = "any"
+    setting: str = ""
     sort: str = "created"
 
     @classmethod
@@ -43,24 +48,39 @@ class RegistryQuery(NamedTuple):
         for name in ("tag", "sort", *EQUAL):
             if len(query.get(name, "")) > LONGEST:
                 raise SpecError.of(name, query[name][:100], f"must be {LONGEST} characters at most")
+        if len(setting := query.get("setting", "")) > LONGEST_SETTING:
+            raise SpecError.of("setting", setting[:100], f"must be {LONGEST_SETTING} characters at most")
         tags = frozenset(filter(None, (tag.strip() for tag in query.get("tag", "").split(","))))
         equal = tuple((name, query[name]) for name in EQUAL if query.get(name))
-        return cls(equal, tags, published, weights, query.get("sort") or "created")
+        return cls(equal, tags, published, weights, setting, query.get("sort") or "created")
 
     def chosen(self, found: list[RegisteredCheckpoint]) -> list[RegisteredCheckpoint]:
         """Return the checkpoints that pass the filters, in order: the largest first, those without a value last.
-        `found`: newest first. Raises SpecError if no checkpoint was evaluated with the metric."""
+        With a metric as the order each says its value in the setting by which they are sorted: that of the query, else
+        the one in which most of them have the metric. `found`: newest first. Raises SpecError if no checkpoint was
+        evaluated with the metric."""
         name, ascending = self.sort.removeprefix("-"), self.sort.startswith("-")
         known = metrics_of(found)
-        if found and name not in ORDERS and VAL + name.removeprefix(VAL) not in known:
+        if found and self.metric and self.metric not in known:
             some = f", or a metric: {', '.join(known[:METRICS_NAMED])}" if known else "; none was evaluated yet"
             problem = f"must be one of {', '.join(ORDERS)}{some}; a leading - reverses the order"
             raise SpecError.of("sort", self.sort[:100], problem)
-        order: Callable[[RegisteredCheckpoint], Any] = ORDERS.get(name) or partial(value_of, metric=name)
-        passed = [(order(one), one) for one in found if self._passes(one)]
+        own = [one for one in found if self._passes(one)]
+        passed: list[tuple[Any, RegisteredCheckpoint]]
+        if order := ORDERS.get(name):
+            passed = [(order(one), one) for one in own]
+        else:
+            ranked = ranked_by(own, self.metric, self.setting or next(iter(settings_of(own, self.metric)), ""))
+            passed = [(one["ranked"] and one["ranked"]["value"], one) for one in ranked]
         valued = [pair for pair in passed if pair[0] is not None]
         valued.sort(key=itemgetter(0), reverse=not ascending)
         return [one for _, one in valued] + [one for value, one in passed if value is None]
+
+    @property
+    def metric(self) -> str:
+        """val/* that sorts; empty if none does."""
+        name = self.sort.removeprefix("-")
+        return "" if name in ORDERS else VAL + name.removeprefix(VAL)
 
     def _passes(self, one: RegisteredCheckpoint) -> bool:
         return (
@@ -68,13 +88,36 @@ class RegistryQuery(NamedTuple):
             and self.tags <= set(one["tags"])
             and (self.published == "any" or YES_OR_NO[self.published] == bool(one["published"]))
             and self.weights in ("any", one["weights"])
+            and (not self.setting or self.setting in one["compared"])
         )
 
 
-def value_of(one: RegisteredCheckpoint, metric: str) -> float | None:
-    """Return the metric (`val/` may be left out) in the newest evaluation that has it."""
-    name = VAL + metric.removeprefix(VAL)
-    return next((found["values"][name] for found in one["evaluations"] if name in found["values"]), None)
+def ranked_by(found: Iterable[RegisteredCheckpoint], metric: str, setting: str) -> list[RegisteredCheckpoint]:
+    """Return the checkpoints with the metric's value in the evaluation of this setting that counts. `metric`: val/*."""
+    return [{**one, "ranked": _ranked(one, metric, setting)} for one in found]
+
+
+def _ranked(one: RegisteredCheckpoint, metric: str, setting: str) -> Ranked | None:
+    place = one["compared"].get(setting)
+    value = None if place is None else one["evaluations"][place]["values"].get(metric)
+    return None if value is None else {"metric": metric, "setting": setting, "value": value}
+
+
+def settings_of(found: Iterable[RegisteredCheckpoint], metric: str = "") -> list[str]:
+    """Return the settings in which checkpoints were evaluated, those of most checkpoints first. `metric`: only where
+    they have it."""
+    counts = Counter(
+        setting
+        for one in found
+        for setting, place in one["compared"].items()
+        if not metric or metric in one["evaluations"][place]["values"]
+    )
+    return sorted(counts, key=lambda setting: (-counts[setting], setting))[:NAMED]
+
+
+def sortable(found: Iterable[RegisteredCheckpoint]) -> list[str]:
+    """Return the metrics by which these checkpoints may be sorted, without the bounds of intervals and without val/."""
+    return [name.removeprefix(VAL) for name in metrics_of(found) if not name.endswith(INTERVAL)][:NAMED]
 
 
 def metrics_of(found: Iterable[RegisteredCheckpoint]) -> list[str]:

@@ -7,7 +7,13 @@ import asyncio
 from aiohttp import web
 
 from opentinker.services.scheduler.artifacts.registry import Registry
-from opentinker.services.scheduler.artifacts.registry_query import ORDERS, YES_OR_NO, RegistryQuery
+from opentinker.services.scheduler.artifacts.registry_query import (
+    ORDERS,
+    YES_OR_NO,
+    RegistryQuery,
+    settings_of,
+    sortable,
+)
 from opentinker.services.scheduler.http.auth import tenant_of
 from opentinker.services.scheduler.http.errors import json_response
 from opentinker.services.scheduler.http.jobs import JobsApi
@@ -21,7 +27,8 @@ LIMIT = Integer("limit", "Checkpoints per response.", default=100, low=1, high=1
 SORT = Parameter(
     "sort",
     f"Order: {', '.join(ORDERS)}, or a metric of evaluations (`val/` may be left out), the largest first; a leading - "
-    "reverses it. Checkpoints without the metric come last. Default: created.",
+    "reverses it. Values of one setting are compared, `ranked` says which: `setting`, else that of most checkpoints. "
+    "Those without come last. Default: created.",
 )
 PUBLISHED = Choice("published", "`yes`: only published ones; `no`: only others.", among=("any", *YES_OR_NO))
 WEIGHTS = Choice(
@@ -33,6 +40,7 @@ FILTERS = (
     Parameter("job", "Only checkpoints of this job."),
     Parameter("project", "Only checkpoints of jobs in this project."),
     Parameter("tag", "Only checkpoints of jobs with this tag; with all of several, separated by commas."),
+    Parameter("setting", "Only checkpoints evaluated in this setting, by whose values a metric sorts."),
     PUBLISHED,
     WEIGHTS,
 )
@@ -55,7 +63,8 @@ class CheckpointRegistryApi:
         Each has its lineage, its published names and its evaluations. `cursor` is the `before` of the next call."""
         limit, before = LIMIT.read(request), request.query.get("before", "")
         query = RegistryQuery.of(request.query, published=PUBLISHED.read(request), weights=WEIGHTS.read(request))
-        listed = await asyncio.to_thread(query.chosen, await self.registry.of(tenant_of(request)))
+        found = await self.registry.of(tenant_of(request))
+        listed = await asyncio.to_thread(query.chosen, found)
         names = [one["checkpoint"] for one in listed]
         if before and before not in names:
             problem = "is not one of the listed checkpoints; use the cursor of the last answer, or start without one"
@@ -63,4 +72,8 @@ class CheckpointRegistryApi:
         start = names.index(before) + 1 if before else 0
         shown = listed[start : start + limit]
         cursor = shown[-1]["checkpoint"] if shown else before
-        return json_response({"checkpoints": shown, "cursor": cursor, "more": len(listed) > start + limit})
+        metrics, settings = await asyncio.to_thread(lambda: (sortable(found), settings_of(found, query.metric)))
+        more = len(listed) > start + limit
+        return json_response(
+            {"checkpoints": shown, "cursor": cursor, "more": more, "metrics": metrics, "settings": settings}
+        )

@@ -58,6 +58,9 @@ def checkpoints(
         bool | None, typer.Option("--published/--unpublished", help="Only checkpoints with, or without, a name.")
     ] = None,
     lora: Annotated[bool | None, typer.Option("--lora/--whole", help="Only adapters, or only whole models.")] = None,
+    setting: Annotated[
+        str | None, typer.Option("--setting", help="Only those evaluated in this setting, by which a METRIC sorts.")
+    ] = None,
     limit: Annotated[int | None, typer.Option("--limit", "-n", min=1, help="List this many; default 100.")] = None,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh the list until Ctrl-C.")] = False,
     url: Url = None,
@@ -71,7 +74,7 @@ def checkpoints(
         "--tag": tags,
         "--published": published,
     }
-    options |= {"--lora": lora, "--limit": limit}
+    options |= {"--lora": lora, "--setting": setting, "--limit": limit}
     if job_id is not None and (given := [name for name, value in options.items() if value not in (None, [])]):
         raise UsageError(f"{given[0]} is for the list of all jobs' checkpoints: leave JOB out")
     if policy and job_id is None:
@@ -83,7 +86,14 @@ def checkpoints(
         if job_id is not None:
             return _print_checkpoints_of(api, job_id, policy, as_json)
         found = api.all_checkpoints(
-            limit or 100, model=model, project=project, tags=tags, published=published, weights=weights, sort=sort
+            limit or 100,
+            model=model,
+            project=project,
+            tags=tags,
+            published=published,
+            weights=weights,
+            sort=sort,
+            setting=setting,
         )
         empty = "no such checkpoint" if any(options.values()) else "no checkpoint yet"
         _print_all_checkpoints(found, sort or "", as_json, empty)
@@ -106,6 +116,13 @@ def _print_all_checkpoints(found: Sequence[RegisteredCheckpoint], sort: str, as_
         for one in found
     ]
     columns = ["checkpoint", "job", "created", "size", "weights", "names", "evaluations", "lineage"]
+    ranks = [one.get("ranked") for one in found]  # an older server does not say it
+    if first := next(filter(None, ranks), None):
+        columns.insert(1, first["metric"].removeprefix("val/"))
+        for row, rank in zip(rows, ranks, strict=True):
+            row.insert(1, f"{rank['value']:.4g}" if rank else "-")
+        if not as_json:
+            say(f"by {columns[1]} on {first['setting']}; --setting chooses another")
     print_found(found, as_json, columns, rows, empty=empty)
 
 

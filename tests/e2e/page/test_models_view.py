@@ -56,6 +56,17 @@ async def test_models_are_filtered_published_and_compared(opened: Open, http: Ht
     await tab.page.get_by_label("Setting").select_option("bandit; greedy; 256 tokens; 2 episodes")
     await expect(exact.locator("b")).to_contain_text("0.75")
 
+    await expect(rows.last).to_contain_text(third)
+    order = tab.page.get_by_label("Order").locator("option")
+    assert await order.all_inner_texts() == ["newest first", "largest first", "by exact"], "no other metric is known"
+    await tab.shows("By exact on bandit; greedy; 256 tokens; 2 episodes.")
+    await tab.page.get_by_label("Evaluated on").select_option("copy_digits")
+    await tab.shows("By exact on copy_digits.")
+    await expect(rows).to_have_count(1)
+    await expect(rows).to_contain_text(first)
+    await tab.page.get_by_label("Evaluated on").select_option("any")
+    await expect(rows).to_have_count(3)
+
     await tab.page.get_by_label("project").fill("maths")
     await tab.page.get_by_label("project").press("Enter")
     await expect(rows).to_have_count(1)

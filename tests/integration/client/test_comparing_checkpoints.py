@@ -91,6 +91,26 @@ async def test_checkpoints_are_compared_by_their_newest_evaluations(
         assert done.returncode == 1 and what in done.stderr
 
 
+async def test_checkpoints_sorted_by_a_metric_say_its_value_and_setting(
+    client: AsyncClient, store: Store, on: list[str]
+) -> None:
+    first = await kept(store, await trained(store, id="j-aaaaaaaaaa"), 10, 1000.0)
+    second = await kept(store, await trained(store, id="j-bbbbbbbbbb"), 20, 2000.0)
+    for checkpoint, exact in ((first, 0.25), (second, 0.75)):
+        await evaluated(store, checkpoint, exact)
+    await evaluated(store, first, 0.875, "test")
+
+    async def listed(*options: str) -> tuple[str, list[list[str]]]:
+        said, *table = (await run("checkpoints", "--sort", "exact", *options, *on)).stdout.splitlines()
+        return said, [line.split()[:2] for line in table if line.startswith(("j-", "checkpoint"))]
+
+    said, rows = await listed()
+    assert said.startswith("by exact on bandit; greedy; 256 tokens; 2 episodes; --setting")
+    assert rows == [["checkpoint", "exact"], [second, "0.75"], [first, "0.25"]]
+    _, rows = await listed("--setting", "bandit split=test; greedy; 256 tokens; 2 episodes")
+    assert rows == [["checkpoint", "exact"], [first, "0.875"]]
+
+
 async def test_a_server_that_says_no_settings_is_too_old_to_compare(
     client: AsyncClient, store: Store, on: list[str]
 ) -> None:

@@ -95,6 +95,33 @@ async def test_the_newest_evaluation_with_values_counts_in_each_setting(
     }
 
 
+async def test_a_metric_sorts_by_its_values_in_one_setting(
+    client: AsyncClient, http: Any, store: Store, family: list[str]
+) -> None:
+    first, second, third = family
+    greedy = "greedy; 256 tokens; 2 episodes"
+    on_test, on_train = f"bandit split=test; {greedy}", f"bandit split=train; {greedy}"
+    for checkpoint, exact, split in ((first, 0.5, "test"), (second, 0.75, "test"), (third, 0.9, "train")):
+        await evaluated(store, checkpoint, exact, split)
+    await evaluated(store, first, 0.8, "train")
+    await evaluated(store, third, 0.25, "test")
+
+    async def ranked(**query: Any) -> list[tuple[str, Any]]:
+        return [(one["checkpoint"], one["ranked"]) for one in await client.all_checkpoints(**query)]
+
+    def value(setting: str, value: float) -> dict[str, Any]:
+        return {"metric": "val/exact", "setting": setting, "value": value}
+
+    tested = [(second, value(on_test, 0.75)), (first, value(on_test, 0.5)), (third, value(on_test, 0.25))]
+    assert await ranked(sort="exact") == tested, "the setting of most checkpoints"
+    trained_on = [(third, value(on_train, 0.9)), (first, value(on_train, 0.8))]
+    assert await ranked(sort="exact", setting=on_train) == trained_on
+    assert await ranked(setting=on_train) == [(third, None), (first, None)]
+    _, answer = await http("GET", "/v1/checkpoints?sort=exact&limit=1")
+    fits(answer, api_types.CheckpointRegistry)
+    assert (answer["metrics"], answer["settings"]) == (["exact"], [on_test, on_train])
+
+
 async def test_an_evaluation_of_training_counts_as_one_of_an_eval_job(client: AsyncClient, store: Store) -> None:
     validation = {"every": 1, "episodes": 2, "max_tokens": 256}
     job = await trained(store, id="j-aaaaaaaaaa", environment={"name": "bandit"}, validation=validation)
@@ -163,6 +190,7 @@ async def test_checkpoints_are_filtered_and_sorted_page_by_page(
         ({"sort": "colour"}, "sort", "must be one of created, step, bytes, or a metric: val/exact, "),
         ({"sort": "x" * 201}, "sort", "200 characters"),
         ({"tags": ["x" * 201]}, "tag", "200 characters"),
+        ({"setting": "x" * 2001}, "setting", "2000 characters"),
         ({"weights": "heavy"}, "weights", "must be one of any, whole, lora, none"),
         ({"limit": -1}, "", ""),
     ],
@@ -189,7 +217,7 @@ async def test_foreign_tenants_see_nothing(http: Any, store: Store, family: list
     """Neither checkpoints, nor through the lineage of a job of their own."""
     stranger = bearing(await new_key_of(store, "blue", Role.ADMIN))
     assert (await http("GET", "/v1/checkpoints", headers=stranger))[1] == {
-        "checkpoints": [], "cursor": "", "more": False,
+        "checkpoints": [], "cursor": "", "more": False, "metrics": [], "settings": [],
     }  # fmt: skip
     job = await trained(store, id="j-dddddddddd", tenant="blue", start=family[1], model={"base": "theirs"})
     await kept(store, job, 1, 4000.0, tenant="blue")
