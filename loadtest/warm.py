@@ -46,7 +46,7 @@ async def run(jobs: int, model: str) -> bool:
         example["train"] |= {"steps": 3, "warmup_steps": 0}
         print("job  starting s  running s  first reward s")
         found = []
-        async with Cluster(Path(directory) / "cluster", heavy=True) as cluster:
+        async with Cluster(Path(directory) / "cluster", heavy=True, forked=False) as cluster:
             for number in range(jobs):
                 seconds = await measure(cluster, parse_spec(example))
                 found.append(seconds[-1])

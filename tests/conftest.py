@@ -37,6 +37,7 @@ from opentinker.shared.runtime.service import Context
 from opentinker.shared.security.egress import LOOPBACK, VARIABLE
 from opentinker.shared.state.store import Store
 from tests.support.api import OPERATOR, OPERATOR_FILE, Http, bearing
+from tests.support.service_forks import ADDRESS, ForkRoot
 
 if TYPE_CHECKING:
     from tests.support.cluster import Cluster
@@ -83,6 +84,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         for name, line in report.user_properties:
             if name == FIGURE:
                 terminalreporter.write_line(line)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Have the processes of xdist share what they fork services of."""
+    if config.getoption("numprocesses", None):  # of xdist's controller
+        root = ForkRoot()
+        os.environ[ADDRESS] = root.address
+        config.add_cleanup(root.close)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -76,7 +76,7 @@ async def test_weights_are_bit_identical_after_ten_steps_and_a_kill(tmp_path: Pa
 @pytest.mark.vllm
 @pytest.mark.slow
 async def test_weights_are_the_same_with_vllm(tmp_path: Path, tiny: Path) -> None:
-    async with Cluster(tmp_path, heavy=True) as cluster:
+    async with Cluster(tmp_path, heavy=True, forked=False) as cluster:
         spec = deterministic(tiny, rollout={"max_tokens": 4, "seed": 7})
         assert await whole(cluster, spec) == await broken(cluster, spec)
 

@@ -42,12 +42,11 @@ from opentinker.shared.types.manifest import Manifest
 from tests.conftest import nats_conf, until
 from tests.support.lineage import faults
 from tests.support.listening import living
-from tests.support.service_forks import SERVICES, WITH_TORCH, Fork, ForkServer, fork_server
+from tests.support.service_forks import PYTHONPATH as PYTHONPATH  # noqa: PLC0414 - tests import these from here too
+from tests.support.service_forks import ROOT as ROOT  # noqa: PLC0414
+from tests.support.service_forks import WITH_TORCH, Fork, ForkServer, Kind, fork_server
 from tests.support.toys import toy_model as toy_model  # noqa: PLC0414 - tests import it from here too
 
-ROOT = Path(__file__).resolve().parents[2]
-PYTHONPATH = f"{ROOT / 'src'}{os.pathsep}{ROOT}"
-"""Of every process that a test starts: this tree, wherever the package is installed from, and its `tests`."""
 RESTART_S = 0.2
 JOB_S = 240.0
 """A job of a test ends within this time on a machine that has much else to do, where importing torch takes a minute."""
@@ -113,8 +112,8 @@ class Process:
 class Cluster:
     """`heavy`: services import torch and vllm before their first job, as in production; toy jobs do without.
 
-    `forked`: services are forks of one process that has imported them (`service_forks.py`); default: all but those that
-    start vLLM. `torch`: those that compute have imported torch too.
+    `forked`: services are forks of processes that have imported them (`service_forks.py`). `torch`: those that compute
+    have imported torch too.
 
     `nats`: values that differ from those of deploy/nats.conf. `listen`: an address beside loopback on which NATS and
     Valkey are reached too.
@@ -129,7 +128,7 @@ class Cluster:
         env_workers: int = 1,
         references: int = 0,
         heavy: bool = False,
-        forked: bool | None = None,
+        forked: bool = True,
         torch: bool = True,
         nats: dict[str, str] | None = None,
         listen: str = "",
@@ -137,9 +136,10 @@ class Cluster:
     ) -> None:
         self.directory = directory
         self.data = directory / "data"
-        unforked = {"rollout_worker"} if heavy and forked is None else set()
-        self._forked = set() if forked is False else set(SERVICES) - unforked
-        self._torch = set(WITH_TORCH) if torch else set()
+        self._forked = forked
+        self._kinds: dict[str, Kind] = {service: "torch" for service in WITH_TORCH if torch}
+        if heavy:
+            self._kinds["rollout_worker"] = "vllm"
         self._nats = {**(nats or {}), **({"host": "0.0.0.0"} if listen else {})}
         self._binds = ["127.0.0.1", *([listen, "--protected-mode", "no"] if listen else [])]
         self.processes: dict[str, Process] = {}
@@ -173,6 +173,8 @@ class Cluster:
 
     async def __aenter__(self) -> Cluster:
         self.data.mkdir(parents=True)
+        for service in [service for service, count in self._wanted.items() if count and self._forked]:
+            fork_server(self._kinds.get(service, "light"))  # imports while the servers start
         try:
             conf = nats_conf(self.directory, self.nats_port, **self._nats)
             self.access = Access(self.directory / "access", conf, WebSocket(free_port()))
@@ -246,7 +248,7 @@ class Cluster:
     def _add(self, service: str, name: str) -> str:
         own = self.access.environment(SERVICE_OF.get(service, service))
         argv = [sys.executable, "-m", f"opentinker.services.{service}"]
-        server = partial(fork_server, torch=service in self._torch) if service in self._forked else None
+        server = partial(fork_server, self._kinds.get(service, "light")) if self._forked else None
         self._start(name, argv, server, OPENTINKER_WORKER_ID=name, **own)
         return name
 

@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope
 ASKED: Any = [{"role": "user", "content": "12="}]
 
 
-cluster = shared_fixture(Cluster, trainers=0, env_workers=0, heavy=True)
+cluster = shared_fixture(Cluster, trainers=0, env_workers=0, heavy=True, forked=False)
 
 
 def serves(model: Path, **parts: Any) -> dict[str, Any]:

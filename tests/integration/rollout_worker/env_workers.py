@@ -42,9 +42,7 @@ class Workers:
             **variables,
         }
         place = log or Path(os.devnull)
-        self.processes[name] = fork_server(torch=False).start(
-            "opentinker.services.env_worker", environ, Path.cwd(), place
-        )
+        self.processes[name] = fork_server("light").start("opentinker.services.env_worker", environ, Path.cwd(), place)
         await until(lambda: self.beats(name))
 
     async def beats(self, name: str) -> bool:

@@ -25,7 +25,7 @@ from tests.support.listening import living
 
 HERE = "127.0.0.1"
 RANK = "-m\0opentinker.services.trainer.distributed.rank_main"
-"""In the command of a rank. Servers of forks have imported the module too."""
+"""In the command of a rank."""
 SHARES = (RankShare("trainer-0", "a", 1), RankShare("trainer-1", "b", 1))
 """The lead is this process."""
 

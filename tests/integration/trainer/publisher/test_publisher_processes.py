@@ -64,7 +64,7 @@ class Fleet:
             **({"OPENTINKER_WORKER_TTL_S": str(BRIEF_S)} if name == "brief" else {}),
         }
         log = self.ctx.settings.data_dir / f"{name}.log"
-        server = functools.partial(fork_server, torch=True)
+        server = functools.partial(fork_server, "torch")
         self.processes[name] = Process(name, ["opentinker.services.rollout_worker"], env, log, server)
         self.processes[name].start()
 
