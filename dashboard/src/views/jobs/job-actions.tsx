@@ -2,7 +2,7 @@
 
 import type { JSX } from "preact";
 import { useState } from "preact/hooks";
-import { useDoing, useMay } from "../../hooks.ts";
+import { useAsked, useDoing, useMay } from "../../hooks.ts";
 import { ask, job as pathOf, Problem } from "../../lib/api.ts";
 import { FINAL, type Job, type Json } from "../../lib/types.ts";
 import { counted } from "../../lib/words.ts";
@@ -19,13 +19,15 @@ export function pressed(deed: keyof typeof KEYS): void {
 
 interface BulkProps {
   jobs: Job[];
+  /** The list's filter, if all loaded jobs are selected and the list goes on; null: not. */
+  unloaded: string | null;
   compare: () => void;
   /** Chooses none, or these alone. */
   clear: (but?: string[]) => void;
   again: () => void;
 }
 
-export function Bulk({ jobs, compare, clear, again }: BulkProps): JSX.Element {
+export function Bulk({ jobs, unloaded, compare, clear, again }: BulkProps): JSX.Element {
   const { doing, problem, act } = useDoing();
   const [mayChange, mayDelete] = [useMay("jobs:write"), useMay("checkpoints:write")];
   const [tag, setTag] = useState("");
@@ -51,6 +53,7 @@ export function Bulk({ jobs, compare, clear, again }: BulkProps): JSX.Element {
   return (
     <div class="bar bulk" role="toolbar" aria-label="Selected jobs">
       <b>{counted(jobs.length, "job")} selected</b>
+      {unloaded !== null && <Unloaded filter={unloaded} />}
       <button aria-keyshortcuts="c" onClick={compare}>
         Compare
       </button>
@@ -86,4 +89,11 @@ export function Bulk({ jobs, compare, clear, again }: BulkProps): JSX.Element {
       <Said problem={problem} />
     </div>
   );
+}
+
+/** Says that jobs which are not loaded are not selected either. */
+function Unloaded({ filter }: { filter: string }): JSX.Element {
+  const { value } = useAsked<{ groups: { jobs: number }[] }>(`/v1/jobs/groups?by=state${filter}`);
+  const total = value?.groups.reduce((sum, group) => sum + group.jobs, 0);
+  return <small class="dim">all that are loaded{total === undefined ? "" : ` of ${counted(total, "job")}`}; scroll down to load more</small>;
 }

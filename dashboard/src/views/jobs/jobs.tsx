@@ -128,14 +128,14 @@ function Found({ filter, clear, rows, waitMs, seen, known }: FoundProps): JSX.El
   if (!listed) {
     const jobs = problem ? [] : known();
     if (problem) return <Said problem={problem} />;
-    return jobs.length ? <Table jobs={jobs} seen={seen} {...rows} again={again} /> : <Empty>Loading…</Empty>;
+    return jobs.length ? <Table jobs={jobs} seen={seen} unloaded={null} {...rows} again={again} /> : <Empty>Loading…</Empty>;
   }
   const { jobs, more } = listed;
   for (const job of jobs) seen.set(job.id, job);
   return (
     <>
       <Said problem={problem} />
-      {jobs.length === 0 ? <Nothing clear={clear} more={more} /> : <Table jobs={jobs} seen={seen} {...rows} again={again} />}
+      {jobs.length === 0 ? <Nothing clear={clear} more={more} /> : <Table jobs={jobs} seen={seen} unloaded={more ? filter : null} {...rows} again={again} />}
       <p class="dim count">
         {more ? `the first ${counted(jobs.length, "job")}` : counted(jobs.length, "job")} <span title={HELP}>keys: ?</span>
       </p>
@@ -179,10 +179,12 @@ interface TableProps extends RowsProps {
   jobs: Job[];
   /** Of a selected job that is not listed any more what was known last. */
   seen: Map<string, Job>;
+  /** The list's filter, if there are more jobs than these. */
+  unloaded: string | null;
   again: () => void;
 }
 
-function Table({ jobs, seen, columns, sort, choose, order, again }: TableProps): JSX.Element {
+function Table({ jobs, seen, unloaded, columns, sort, choose, order, again }: TableProps): JSX.Element {
   const body = useRef<HTMLTableSectionElement>(null);
   const span = useWindow(body, jobs.length);
   const [chosen, setChosen] = useState<ReadonlySet<string>>(new Set());
@@ -248,7 +250,7 @@ function Table({ jobs, seen, columns, sort, choose, order, again }: TableProps):
     <>
       {help && <p class="dim">{HELP}.</p>}
       {picks.length > 0 && (
-        <Bulk jobs={picks} compare={compare} clear={(but = []) => setChosen(new Set(but))} again={again} />
+        <Bulk jobs={picks} unloaded={isAll ? unloaded : null} compare={compare} clear={(but = []) => setChosen(new Set(but))} again={again} />
       )}
       <table class="card jobs">
         <thead>
