@@ -93,7 +93,10 @@ export function Bulk({ jobs, unloaded, compare, clear, again }: BulkProps): JSX.
 
 /** Says that jobs which are not loaded are not selected either. */
 function Unloaded({ filter }: { filter: string }): JSX.Element {
-  const { value } = useAsked<{ groups: { jobs: number }[] }>(`/v1/jobs/groups?by=state${filter}`);
+  const query = new URLSearchParams(filter);
+  query.delete("sort"); // counts have no order
+  query.set("by", "state");
+  const { value } = useAsked<{ groups: { jobs: number }[] }>(`/v1/jobs/groups?${query}`);
   const total = value?.groups.reduce((sum, group) => sum + group.jobs, 0);
   return <small class="dim">all that are loaded{total === undefined ? "" : ` of ${counted(total, "job")}`}; scroll down to load more</small>;
 }
