@@ -118,6 +118,9 @@ class CheckpointRegistry(TypedDict):
     settings: list[str]
     """Settings in which the tenant's were evaluated, those of most checkpoints first: 100 at most. Only those with the
     metric, if it sorts."""
+    complete: bool
+    """Whether the list is of all the tenant's: false once there are 1,000, of which those are the newest; of older ones
+    only those with a name are listed."""
 
 
 Kind = Literal["checkpoint", "adapter", "state", "metrics", "transcripts", "log"]

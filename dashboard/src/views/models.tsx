@@ -1,16 +1,17 @@
 // The checkpoints of all jobs: lineage, names and evaluations; some of them compared by metric.
 
 import type { JSX } from "preact";
-import { useState } from "preact/hooks";
-import { useAsked, useDoing, useMay, useNow } from "../hooks.ts";
+import { useEffect, useRef, useState } from "preact/hooks";
+import { queryNow, useAsked, useDoing, useMay, useNow, useQuery } from "../hooks.ts";
 import { ask } from "../lib/api.ts";
 import { lineageLinks, metricRows, settingsOf, type MetricRow } from "../lib/checkpoints/registry.ts";
 import type { RegisteredCheckpoint } from "../lib/types.ts";
 import { ago, bytes, counted, moment, short } from "../lib/words.ts";
-import { Bounded, Empty, Said, Select, Table, type Column } from "../parts.tsx";
+import { Bounded, Empty, Said, Search, Select, Table, type Column } from "../parts.tsx";
 import { Evaluated } from "./job/checkpoints.tsx";
 
 const LOOK_S = 5;
+const TYPING_MS = 200;
 const PAGE = 100;
 /** As many as are listed at all. */
 const MOST = 1000;
@@ -34,44 +35,63 @@ const PUBLISHED: [string, string][] = [
   ["yes", "published"],
   ["no", "not published"],
 ];
-const TEXTS = ["model", "project", "tag", "job"] as const;
+/** What the address may have. */
+const NAMES = ["search", "weights", "published", "sort", "setting"] as const;
+type Filter = Partial<Record<(typeof NAMES)[number], string>>;
 
 interface Answer {
   checkpoints: RegisteredCheckpoint[];
   more: boolean;
   metrics: string[];
   settings: string[];
+  complete: boolean;
+}
+
+function filterOf(query: string): Filter {
+  const given = new URLSearchParams(query);
+  return Object.fromEntries(NAMES.flatMap((name) => (given.get(name) ? [[name, given.get(name)!]] : [])));
+}
+
+/** A text, once it has been the same for a while. */
+function useTyped(text: string): string {
+  const [typed, set] = useState(text);
+  useEffect(() => {
+    const timer = setTimeout(() => set(text), TYPING_MS);
+    return () => clearTimeout(timer);
+  }, [text]);
+  return typed;
 }
 
 export function Models(): JSX.Element {
-  const [filter, setFilter] = useState<Record<string, string>>({});
+  const [address, setAddress] = useQuery();
+  const filter = filterOf(address);
   const [limit, setLimit] = useState(PAGE);
   const [picked, setPicked] = useState<RegisteredCheckpoint[]>([]);
-  const query = new URLSearchParams({ ...filter, limit: String(limit) });
-  const { value, problem, again } = useAsked<Answer>(`/v1/checkpoints?${query}`, LOOK_S);
-  const change = (name: string, text: string): void => {
-    const { [name]: _, ...others } = filter;
+  const query = useTyped(`${new URLSearchParams(filter)}`);
+  const { value, problem, again } = useAsked<Answer>(`/v1/checkpoints?limit=${limit}&${query}`, LOOK_S);
+  const last = useRef<Pick<Answer, "metrics" | "settings">>({ metrics: [], settings: [] }); // what can be chosen, also until the server has answered
+  if (value) last.current = value;
+  const change = (name: keyof Filter, text: string): void => {
+    const { [name]: _, ...others } = filterOf(queryNow());
     setLimit(PAGE);
-    setFilter(text && text !== "any" ? { ...others, [name]: text } : others);
+    setAddress(`${new URLSearchParams(text && text !== "any" ? { ...others, [name]: text } : others)}`);
   };
   const pick = (one: RegisteredCheckpoint): void => {
     const others = picked.filter((other) => other.checkpoint !== one.checkpoint);
     setPicked(others.length < picked.length ? others : [...picked, one]);
   };
-  const sort = filter["sort"] ?? "created";
-  const metrics = METRICS.filter(([name]) => name === sort || value?.metrics.includes(name.replace(/^-/, "")));
-  const setting = filter["setting"] ?? "any";
-  const settings = [...new Set([...(setting === "any" ? [] : [setting]), ...(value?.settings ?? [])])];
+  const sort = filter.sort ?? "created";
+  const metrics = METRICS.filter(([name]) => name === sort || last.current.metrics.includes(name.replace(/^-/, "")));
+  const setting = filter.setting ?? "any";
+  const settings = [...new Set([...(setting === "any" ? [] : [setting]), ...last.current.settings])];
   const listed = new Map(value?.checkpoints.map((one) => [one.checkpoint, one]));
   return (
     <>
       <h1>Models</h1>
       <div class="bar">
-        {TEXTS.map((name) => (
-          <input key={name} aria-label={name} placeholder={`${name}…`} maxLength={200} onChange={(event) => change(name, event.currentTarget.value.trim())} />
-        ))}
-        <Select label="Weights" value={filter["weights"] ?? "any"} of={WEIGHTS} choose={(one) => change("weights", one)} />
-        <Select label="Published" value={filter["published"] ?? "any"} of={PUBLISHED} choose={(one) => change("published", one)} />
+        <Search label="Search models" placeholder="Job, model, project, tag, name…" value={filter.search ?? ""} set={(text) => change("search", text)} />
+        <Select label="Weights" value={filter.weights ?? "any"} of={WEIGHTS} choose={(one) => change("weights", one)} />
+        <Select label="Published" value={filter.published ?? "any"} of={PUBLISHED} choose={(one) => change("published", one)} />
         <Select label="Order" value={sort} of={[...SORTS, ...metrics]} choose={(one) => change("sort", one)} />
         {settings.length > 0 && (
           <Select label="Evaluated on" value={setting} of={[["any", "evaluated on anything"], ...settings.map((one): [string, string] => [one, one])]} choose={(one) => change("setting", one)} />
@@ -84,13 +104,16 @@ export function Models(): JSX.Element {
       {!value && !problem && <Empty>Loading…</Empty>}
       {value && !value.checkpoints.length && (
         <Empty>
-          {Object.keys(filter).length ? "No checkpoint matches: clear one of the fields above." : "No checkpoints yet: jobs save one after every train.checkpoint_every steps."}
+          {Object.keys(filter).length ? "No checkpoint matches: clear the search or a filter above." : "No checkpoints yet: jobs save one after every train.checkpoint_every steps."}
         </Empty>
       )}
       {value && value.checkpoints.length > 0 && (
         <Listed of={value.checkpoints} isPicked={(one) => picked.some((other) => other.checkpoint === one.checkpoint)} pick={pick} again={again} />
       )}
       {value?.more && limit < MOST && <button onClick={() => setLimit(Math.min(MOST, limit + PAGE))}>More</button>}
+      {value && !value.complete && (
+        <p class="dim">There are {MOST.toLocaleString("en")} checkpoints or more: these are among the newest {MOST.toLocaleString("en")} and those with names. The page of a job has all of its own.</p>
+      )}
     </>
   );
 }

@@ -36,7 +36,7 @@ TRAINS = ("rl", "sft", "dpo")
 class Registry:
     def __init__(self, store: Store, index: ArtifactIndex, *, most: int = 1000, jobs_at_once: int = 100) -> None:
         """`most`: checkpoints of a tenant that are listed, the newest; published ones are listed always."""
-        self._most, self._jobs_at_once = most, jobs_at_once
+        self.most, self._jobs_at_once = most, jobs_at_once
         self._store, self._index, self._rows = store, index, ListRows(store.redis)
         self._all = SingleFlight[list[RegisteredCheckpoint]](FRESH_S)
 
@@ -76,10 +76,10 @@ class Registry:
         stored.sort(key=lambda part: rows[split_part(part)[0]].updated, reverse=True)
         found: dict[str, tuple[str, ArtifactEntry]] = {}
         for parts in self._chunks(stored):
-            if _newer_than(found, rows[split_part(parts[0])[0]].updated) >= self._most:
+            if _newer_than(found, rows[split_part(parts[0])[0]].updated) >= self.most:
                 break
             found |= await self._entries(parts)
-        newest = heapq.nlargest(self._most, found.items(), key=lambda item: _age(*item[1]))
+        newest = heapq.nlargest(self.most, found.items(), key=lambda item: _age(*item[1]))
         listed = dict(newest)
         for parts in self._chunks(sorted({name.partition("@")[0] for name in named if name not in listed})):
             read = await self._entries(parts)
@@ -88,7 +88,7 @@ class Registry:
 
     async def _entries(self, parts: list[str]) -> dict[str, tuple[str, ArtifactEntry]]:
         """Return checkpoints by JOB@STEP."""
-        found = await self._index.checkpoints_of(parts, self._most)
+        found = await self._index.checkpoints_of(parts, self.most)
         return {
             f"{part}@{_step(entry)}": (part, entry)
             for part, entries in zip(parts, found, strict=True)

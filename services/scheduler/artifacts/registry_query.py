@@ -37,6 +37,7 @@ YES_OR_NO = {"yes": True, "no": False}
 class RegistryQuery(NamedTuple):
     equal: tuple[tuple[str, str], ...] = ()
     tags: frozenset[str] = frozenset()
+    words: tuple[str, ...] = ()
     published: str = "any"
     weights: str = "any"
     setting: str = ""
@@ -45,14 +46,15 @@ class RegistryQuery(NamedTuple):
     @classmethod
     def of(cls, query: Mapping[str, str], *, published: str, weights: str) -> RegistryQuery:
         """Raises SpecError."""
-        for name in ("tag", "sort", *EQUAL):
+        for name in ("search", "tag", "sort", *EQUAL):
             if len(query.get(name, "")) > LONGEST:
                 raise SpecError.of(name, query[name][:100], f"must be {LONGEST} characters at most")
         if len(setting := query.get("setting", "")) > LONGEST_SETTING:
             raise SpecError.of("setting", setting[:100], f"must be {LONGEST_SETTING} characters at most")
         tags = frozenset(filter(None, (tag.strip() for tag in query.get("tag", "").split(","))))
         equal = tuple((name, query[name]) for name in EQUAL if query.get(name))
-        return cls(equal, tags, published, weights, setting, query.get("sort") or "created")
+        words = tuple(query.get("search", "").lower().split())
+        return cls(equal, tags, words, published, weights, setting, query.get("sort") or "created")
 
     def chosen(self, found: list[RegisteredCheckpoint]) -> list[RegisteredCheckpoint]:
         """Return the checkpoints that pass the filters, in order: the largest first, those without a value last.
@@ -86,10 +88,17 @@ class RegistryQuery(NamedTuple):
         return (
             all(wanted in EQUAL[name](one) for name, wanted in self.equal)
             and self.tags <= set(one["tags"])
+            and all(word in _text(one) for word in self.words)
             and (self.published == "any" or YES_OR_NO[self.published] == bool(one["published"]))
             and self.weights in ("any", one["weights"])
             and (not self.setting or self.setting in one["compared"])
         )
+
+
+def _text(one: RegisteredCheckpoint) -> str:
+    """Return the text that a search matches."""
+    found = (one["checkpoint"], one["job_name"], one["kind"], one["base_model"], one["lineage"][0], one["project"])
+    return " ".join((*found, *one["tags"], *one["published"])).lower()
 
 
 def ranked_by(found: Iterable[RegisteredCheckpoint], metric: str, setting: str) -> list[RegisteredCheckpoint]:

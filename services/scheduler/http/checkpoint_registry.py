@@ -36,6 +36,9 @@ WEIGHTS = Choice(
     among=("any", "whole", "lora", "none"),
 )  # fmt: skip
 FILTERS = (
+    Parameter(
+        "search", "Only those with all these words in their id, job's name, kind, model, project, tags or names."
+    ),
     Parameter("model", "Only checkpoints of this base model."),
     Parameter("job", "Only checkpoints of this job."),
     Parameter("project", "Only checkpoints of jobs in this project."),
@@ -74,6 +77,6 @@ class CheckpointRegistryApi:
         cursor = shown[-1]["checkpoint"] if shown else before
         metrics, settings = await asyncio.to_thread(lambda: (sortable(found), settings_of(found, query.metric)))
         more = len(listed) > start + limit
-        return json_response(
-            {"checkpoints": shown, "cursor": cursor, "more": more, "metrics": metrics, "settings": settings}
-        )
+        complete = len(found) < self.registry.most
+        named = {"metrics": metrics, "settings": settings, "complete": complete}
+        return json_response({"checkpoints": shown, "cursor": cursor, "more": more, **named})

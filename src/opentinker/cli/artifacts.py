@@ -61,6 +61,9 @@ def checkpoints(
     setting: Annotated[
         str | None, typer.Option("--setting", help="Only those evaluated in this setting, by which a METRIC sorts.")
     ] = None,
+    search: Annotated[
+        str | None, typer.Option("--search", help="Only those with these words in their id, job, model, tags or names.")
+    ] = None,
     limit: Annotated[int | None, typer.Option("--limit", "-n", min=1, help="List this many; default 100.")] = None,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh the list until Ctrl-C.")] = False,
     url: Url = None,
@@ -74,7 +77,7 @@ def checkpoints(
         "--tag": tags,
         "--published": published,
     }
-    options |= {"--lora": lora, "--setting": setting, "--limit": limit}
+    options |= {"--lora": lora, "--setting": setting, "--search": search, "--limit": limit}
     if job_id is not None and (given := [name for name, value in options.items() if value not in (None, [])]):
         raise UsageError(f"{given[0]} is for the list of all jobs' checkpoints: leave JOB out")
     if policy and job_id is None:
@@ -94,6 +97,7 @@ def checkpoints(
             weights=weights,
             sort=sort,
             setting=setting,
+            search=search,
         )
         empty = "no such checkpoint" if any(options.values()) else "no checkpoint yet"
         _print_all_checkpoints(found, sort or "", as_json, empty)

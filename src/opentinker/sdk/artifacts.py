@@ -91,14 +91,24 @@ class ArtifactCalls:
         weights: Literal["whole", "lora", "none"] | None = None,
         sort: str | None = None,
         setting: str | None = None,
+        search: str | None = None,
     ) -> list[RegisteredCheckpoint]:
         """The first `limit` checkpoints of all jobs of the tenant, newest first or by `sort` (`bytes`, `-step`, or a
         metric of evaluations such as `exact`, the largest first), each with its lineage, its published names and its
         evaluations: those of a job, of this base model, in `project`, with all `tags`, published or not, and with these
-        `weights`, evaluated in this `setting`. A metric sorts by its values in one setting, which `ranked` names:
-        `setting`, else that of most checkpoints. The newest 1,000 and all published ones are listed."""
+        `weights`, evaluated in this `setting`, with all words of `search` in what names them, in any case. A metric
+        sorts by its values in one setting, which `ranked` names: `setting`, else that of most checkpoints. The newest
+        1,000 and all published ones are listed."""
         names = {None: None, True: "yes", False: "no"}
-        texts = {"job": job, "model": model, "project": project, "weights": weights, "sort": sort, "setting": setting}
+        texts = {
+            "job": job,
+            "model": model,
+            "project": project,
+            "weights": weights,
+            "sort": sort,
+            "setting": setting,
+            "search": search,
+        }
         texts |= {"tag": ",".join(tags or ()), "published": names[published]}
         query = {key: text for key, text in texts.items() if text}
         return await self._http.newest("/v1/checkpoints", "checkpoints", limit, query)

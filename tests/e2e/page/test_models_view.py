@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from playwright.async_api import expect
+from playwright.async_api import Route, expect
 
 from opentinker.shared.state.store import Store
 from tests.e2e.page.conftest import IN_BROWSER, Open
@@ -67,7 +67,41 @@ async def test_models_are_filtered_published_and_compared(opened: Open, http: Ht
     await tab.page.get_by_label("Evaluated on").select_option("any")
     await expect(rows).to_have_count(3)
 
-    await tab.page.get_by_label("project").fill("maths")
-    await tab.page.get_by_label("project").press("Enter")
+    await tab.page.get_by_label("Search models").fill("MATH")
     await expect(rows).to_have_count(1)
     await expect(tab.page.locator(".compared b")).to_have_count(1)
+
+
+async def test_the_filters_of_models_are_in_the_address(opened: Open, http: Http, store: Store) -> None:
+    first = await kept(store, await trained(store, id="j-aaaaaaaaaa", project="maths"), 10, 1000.0)
+    await kept(store, await trained(store, id="j-bbbbbbbbbb"), 20, 2000.0)
+    tab = await opened(http.url, "checkpoints")
+    rows = tab.page.locator(".models tbody tr")
+    await expect(rows).to_have_count(2)
+    await tab.page.get_by_label("Search models").fill("aaaa mat")
+    await tab.page.get_by_label("Weights").select_option("whole")
+    await expect(rows).to_have_count(1)
+    await tab.page.get_by_role("link", name="job", exact=False).first.click()
+    await expect(rows).to_have_count(0)
+    await tab.page.go_back()
+    for _ in range(2):
+        await expect(rows).to_have_count(1)
+        await expect(rows).to_contain_text(first)
+        await expect(tab.page.get_by_label("Search models")).to_have_value("aaaa mat")
+        await expect(tab.page.get_by_label("Weights")).to_have_value("whole")
+        await tab.page.reload()
+
+
+async def test_a_list_of_models_that_is_not_complete_says_so(opened: Open, http: Http, store: Store) -> None:
+    await kept(store, await trained(store, id="j-aaaaaaaaaa"), 10, 1000.0)
+
+    async def cut(route: Route) -> None:
+        answer = await route.fetch()
+        await route.fulfill(response=answer, json={**await answer.json(), "complete": False})
+
+    tab = await opened(http.url, "checkpoints")
+    await expect(tab.page.locator(".models tbody tr")).to_have_count(1)
+    words = tab.page.get_by_text("among the newest 1,000")
+    await expect(words).to_have_count(0)
+    await tab.page.route("**/v1/checkpoints?*", cut)
+    await expect(words).to_have_count(1)

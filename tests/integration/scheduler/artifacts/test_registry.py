@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from typing import Any
 
@@ -158,6 +159,10 @@ async def test_policies_of_a_job_are_evaluated_in_settings_of_their_own(client: 
         ({"sort": "val/exact"}, [10, 20, 5]),
         ({"sort": "-exact"}, [20, 10, 5]),
         ({"job": "j-bbbbbbbbbb"}, [20]),
+        ({"search": "MATH"}, [5]),
+        ({"search": "bbb@2 GOO"}, [20]),
+        ({"search": "best"}, [20]),
+        ({"search": "nothing"}, []),
         ({"project": "maths"}, [5]),
         ({"tags": ["good"]}, [5, 20]),
         ({"tags": ["good", "last"]}, [5]),
@@ -190,6 +195,7 @@ async def test_checkpoints_are_filtered_and_sorted_page_by_page(
         ({"sort": "colour"}, "sort", "must be one of created, step, bytes, or a metric: val/exact, "),
         ({"sort": "x" * 201}, "sort", "200 characters"),
         ({"tags": ["x" * 201]}, "tag", "200 characters"),
+        ({"search": "x" * 201}, "search", "200 characters"),
         ({"setting": "x" * 2001}, "setting", "2000 characters"),
         ({"weights": "heavy"}, "weights", "must be one of any, whole, lora, none"),
         ({"limit": -1}, "", ""),
@@ -217,7 +223,7 @@ async def test_foreign_tenants_see_nothing(http: Any, store: Store, family: list
     """Neither checkpoints, nor through the lineage of a job of their own."""
     stranger = bearing(await new_key_of(store, "blue", Role.ADMIN))
     assert (await http("GET", "/v1/checkpoints", headers=stranger))[1] == {
-        "checkpoints": [], "cursor": "", "more": False, "metrics": [], "settings": [],
+        "checkpoints": [], "cursor": "", "more": False, "metrics": [], "settings": [], "complete": True,
     }  # fmt: skip
     job = await trained(store, id="j-dddddddddd", tenant="blue", start=family[1], model={"base": "theirs"})
     await kept(store, job, 1, 4000.0, tenant="blue")
@@ -266,6 +272,21 @@ async def test_the_newest_are_listed_and_published_ones_always(store: Store, mon
     assert [one["checkpoint"] for one in found] == [*newest, f"{jobs[0]}@1"]
     assert found[-1]["published"] == ["first"]
     assert read == [jobs[3], jobs[2], jobs[0]], "the last for its name"
+
+
+async def test_a_list_says_that_older_checkpoints_are_left_out(http: Any, store: Store) -> None:
+    job = await trained(store, id="j-aaaaaaaaaa")
+    for start in range(0, 999, 111):
+        await asyncio.gather(*(kept(store, job, step, 1000.0 + step) for step in range(start, start + 111)))
+    _, answer = await http("GET", "/v1/checkpoints?limit=1&search=nothing")
+    assert answer["complete"]
+    await kept(store, job, 1000, 3000.0)
+
+    async def listed() -> Any:
+        return (await http("GET", "/v1/checkpoints?limit=1&search=nothing"))[1]
+
+    found = await until(listed, lambda answer: not answer["complete"])
+    assert found["checkpoints"] == []
 
 
 async def test_what_a_trainer_commits_is_listed_until_it_is_deleted(ctx: Context, client: AsyncClient) -> None:
