@@ -200,7 +200,7 @@ async def test_jobs_that_come_and_end_push_none_out_of_a_long_list(opened: Open,
     await expect(count).to_contain_text("the first 200 jobs")
     bulk = tab.page.locator(".bulk")
     await tab.page.get_by_label("Select all").check()
-    await expect(bulk).to_contain_text("all that are loaded of 250 jobs; scroll down to load more")
+    await expect(bulk).to_contain_text("all that are loaded, of 250")
     await tab.page.evaluate("window.scrollTo(0, document.body.scrollHeight)")
     await expect(count).to_contain_text("250 jobs")
     await expect(bulk).to_contain_text("200 jobs selected")
@@ -215,3 +215,22 @@ async def test_jobs_that_come_and_end_push_none_out_of_a_long_list(opened: Open,
     await expect(bulk).to_contain_text("250 jobs selected")
     await tab.page.evaluate("window.scrollTo(0, document.body.scrollHeight)")
     await expect(tab.page.locator(".jobs tbody tr", has_text="j-0000000000")).to_contain_text("cancelled")
+
+
+async def test_all_jobs_that_a_filter_finds_are_selected_although_few_are_loaded(
+    opened: Open, http: Http, store: Store
+) -> None:
+    for number in range(1250):
+        project = "wanted" if number >= 10 else "other"
+        job = spec(name=f"run {number}", project=project)
+        await store.create_job(id=f"j-{number:010}", spec=job, tenant="default")
+    tab = await opened(http.url, "jobs?project=wanted")
+    bulk = tab.page.locator(".bulk")
+    await tab.page.get_by_label("Select all").check()
+    await expect(bulk).to_contain_text("200 jobs selected")
+    await expect(bulk).to_contain_text("all that are loaded, of 1,240")
+    await tab.page.get_by_role("button", name="Select all 1,240").click()
+    await expect(bulk).to_contain_text("1240 jobs selected")
+    await expect(bulk).not_to_contain_text("loaded")
+    await expect(tab.page.locator("p.count")).to_contain_text("1240 jobs")
+    await expect(tab.page.get_by_label("Select all")).to_be_checked()

@@ -15,9 +15,9 @@ export interface Listed {
 
 type Ask = (path: string, asking: Asking) => Promise<Listed>;
 
-/** The list with the next page. */
-export async function extended(listed: Listed | null, filter: string, asking: Asking = {}, get: Ask = ask): Promise<Listed> {
-  const page = await get(pathOf(PAGE, filter, listed?.cursor ?? ""), asking);
+/** The list with the next page, of so many jobs. */
+export async function extended(listed: Listed | null, filter: string, asking: Asking = {}, get: Ask = ask, count = PAGE): Promise<Listed> {
+  const page = await get(pathOf(count, filter, listed?.cursor ?? ""), asking);
   return { ...page, jobs: once([...(listed?.jobs ?? []), ...page.jobs]) };
 }
 

@@ -17,17 +17,30 @@ export function pressed(deed: keyof typeof KEYS): void {
   else control?.click();
 }
 
+/** Filters count this many jobs, the newest. */
+const MOST_COUNTED = 10_000;
+
+/** What a list has beyond the jobs that are loaded. */
+export interface Rest {
+  filter: string;
+  isReading: boolean;
+  /** Loads it. */
+  rest: () => void;
+}
+
 interface BulkProps {
   jobs: Job[];
-  /** The list's filter, if all loaded jobs are selected and the list goes on; null: not. */
-  unloaded: string | null;
+  /** If all loaded jobs are selected and the list goes on. */
+  unloaded: Rest | null;
+  /** Chooses all that the list has. */
+  whole: () => void;
   compare: () => void;
   /** Chooses none, or these alone. */
   clear: (but?: string[]) => void;
   again: () => void;
 }
 
-export function Bulk({ jobs, unloaded, compare, clear, again }: BulkProps): JSX.Element {
+export function Bulk({ jobs, unloaded, whole, compare, clear, again }: BulkProps): JSX.Element {
   const { doing, problem, act } = useDoing();
   const [mayChange, mayDelete] = [useMay("jobs:write"), useMay("checkpoints:write")];
   const [tag, setTag] = useState("");
@@ -53,7 +66,7 @@ export function Bulk({ jobs, unloaded, compare, clear, again }: BulkProps): JSX.
   return (
     <div class="bar bulk" role="toolbar" aria-label="Selected jobs">
       <b>{counted(jobs.length, "job")} selected</b>
-      {unloaded !== null && <Unloaded filter={unloaded} />}
+      {unloaded && <Unloaded of={unloaded} whole={whole} />}
       <button aria-keyshortcuts="c" onClick={compare}>
         Compare
       </button>
@@ -91,12 +104,21 @@ export function Bulk({ jobs, unloaded, compare, clear, again }: BulkProps): JSX.
   );
 }
 
-/** Says that jobs which are not loaded are not selected either. */
-function Unloaded({ filter }: { filter: string }): JSX.Element {
-  const query = new URLSearchParams(filter);
+/** Says that jobs which are not loaded are not selected either, and offers to select them too. */
+function Unloaded({ of, whole }: { of: Rest; whole: () => void }): JSX.Element {
+  const query = new URLSearchParams(of.filter);
   query.delete("sort"); // counts have no order
   query.set("by", "state");
   const { value } = useAsked<{ groups: { jobs: number }[] }>(`/v1/jobs/groups?${query}`);
   const total = value?.groups.reduce((sum, group) => sum + group.jobs, 0);
-  return <small class="dim">all that are loaded{total === undefined ? "" : ` of ${counted(total, "job")}`}; scroll down to load more</small>;
+  if (total === undefined) return <small class="dim">all that are loaded</small>;
+  if (total >= MOST_COUNTED) return <small class="dim">all that are loaded, of {MOST_COUNTED.toLocaleString("en")} or more; scroll down to load more</small>;
+  return (
+    <>
+      <small class="dim">all that are loaded, of {total.toLocaleString("en")}</small>
+      <button disabled={of.isReading} onClick={whole}>
+        {of.isReading ? "Loading…" : `Select all ${total.toLocaleString("en")}`}
+      </button>
+    </>
+  );
 }

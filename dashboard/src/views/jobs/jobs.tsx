@@ -13,7 +13,7 @@ import { counted } from "../../lib/words.ts";
 import { Empty, Said, Search, Select } from "../../parts.tsx";
 import { Away } from "./away.tsx";
 import { Chip, Filters } from "./filters.tsx";
-import { Bulk, pressed as pressedFor } from "./job-actions.tsx";
+import { Bulk, pressed as pressedFor, type Rest } from "./job-actions.tsx";
 import { Groups } from "./groups.tsx";
 import { COLUMNS, JobRow, ROW_PX } from "./job-row.tsx";
 import { useListed } from "./use-listed.ts";
@@ -124,7 +124,7 @@ interface FoundProps {
 function Found({ filter, clear, rows, waitMs, seen, known }: FoundProps): JSX.Element {
   const isFiltered = clear !== null;
   const may = useAfter(waitMs);
-  const { listed, problem, isReading, next, again } = useListed(may ? filter : null, filter.startsWith("&sort=created") && !isFiltered ? LOOK_S : SLOW_S);
+  const { listed, problem, isReading, next, rest, again } = useListed(may ? filter : null, filter.startsWith("&sort=created") && !isFiltered ? LOOK_S : SLOW_S);
   if (!listed) {
     const jobs = problem ? [] : known();
     if (problem) return <Said problem={problem} />;
@@ -135,7 +135,7 @@ function Found({ filter, clear, rows, waitMs, seen, known }: FoundProps): JSX.El
   return (
     <>
       <Said problem={problem} />
-      {jobs.length === 0 ? <Nothing clear={clear} more={more} /> : <Table jobs={jobs} seen={seen} unloaded={more ? filter : null} {...rows} again={again} />}
+      {jobs.length === 0 ? <Nothing clear={clear} more={more} /> : <Table jobs={jobs} seen={seen} unloaded={more ? { filter, isReading, rest } : null} {...rows} again={again} />}
       <p class="dim count">
         {more ? `the first ${counted(jobs.length, "job")}` : counted(jobs.length, "job")} <span title={HELP}>keys: ?</span>
       </p>
@@ -179,8 +179,8 @@ interface TableProps extends RowsProps {
   jobs: Job[];
   /** Of a selected job that is not listed any more what was known last. */
   seen: Map<string, Job>;
-  /** The list's filter, if there are more jobs than these. */
-  unloaded: string | null;
+  /** Null: these are all. */
+  unloaded: Rest | null;
   again: () => void;
 }
 
@@ -188,6 +188,7 @@ function Table({ jobs, seen, unloaded, columns, sort, choose, order, again }: Ta
   const body = useRef<HTMLTableSectionElement>(null);
   const span = useWindow(body, jobs.length);
   const [chosen, setChosen] = useState<ReadonlySet<string>>(new Set());
+  const [isWhole, setWhole] = useState(false); // all jobs are chosen as soon as they are loaded
   const [last, setLast] = useState<string | null>(null);
   const [atId, setAt] = useState<string | null>(null);
   const [help, setHelp] = useState(false);
@@ -203,6 +204,19 @@ function Table({ jobs, seen, unloaded, columns, sort, choose, order, again }: Ta
     setChosen(picked(chosen, ids, id, last, shift));
     setLast(id);
   };
+  const chooseOnly = (some: string[]): void => {
+    setWhole(false);
+    setChosen(new Set(some));
+  };
+  const chooseWhole = (): void => {
+    setWhole(true);
+    unloaded?.rest();
+  };
+  useEffect(() => {
+    if (!isWhole || unloaded?.isReading) return;
+    if (unloaded) setWhole(false);
+    else chooseOnly(ids);
+  }, [isWhole, unloaded]);
   const deeds = useRef({ pick, choose });
   deeds.current = { pick, choose }; // rows that have not changed are not drawn again, and ask for the newest
   const compare = (): void => {
@@ -235,7 +249,7 @@ function Table({ jobs, seen, unloaded, columns, sort, choose, order, again }: Ta
       else if (deed === "open" && job) go("jobs", job.id);
       else if (deed === "pick" && job) pick(job.id, event.shiftKey);
       else if (deed === "all") setChosen(new Set(ids));
-      else if (deed === "clear") setChosen(new Set());
+      else if (deed === "clear") chooseOnly([]);
       else if (deed === "compare") compare();
       else if (deed === "tag" || deed === "cancel" || deed === "delete") pressedFor(deed);
       else if (deed === "help") setHelp(!help);
@@ -250,7 +264,14 @@ function Table({ jobs, seen, unloaded, columns, sort, choose, order, again }: Ta
     <>
       {help && <p class="dim">{HELP}.</p>}
       {picks.length > 0 && (
-        <Bulk jobs={picks} unloaded={isAll ? unloaded : null} compare={compare} clear={(but = []) => setChosen(new Set(but))} again={again} />
+        <Bulk
+          jobs={picks}
+          unloaded={isAll || isWhole ? unloaded : null}
+          whole={chooseWhole}
+          compare={compare}
+          clear={(but = []) => chooseOnly(but)}
+          again={again}
+        />
       )}
       <table class="card jobs">
         <thead>

@@ -1,18 +1,20 @@
 // The list of jobs, read anew every few seconds as far as it has been loaded.
 
 import { useCallback, useEffect, useRef, useState } from "preact/hooks";
-import { Problem } from "../../lib/api.ts";
-import { anew, extended, MOST, type Listed } from "../../lib/jobs/listed.ts";
+import { ask, Problem } from "../../lib/api.ts";
+import { anew, extended, MOST, PAGE, type Listed } from "../../lib/jobs/listed.ts";
 
-type Deed = "anew" | "next";
+type Deed = "anew" | "next" | "rest";
 
 export interface UsedList {
   listed: Listed | null;
   problem: Problem | null;
-  /** While the next page is read. */
+  /** While the next page is read, or all of them. */
   isReading: boolean;
   /** Reads the next page. */
   next: () => void;
+  /** Reads all pages to the end. */
+  rest: () => void;
   /** Reads all loaded pages at once. */
   again: () => void;
 }
@@ -27,13 +29,16 @@ export function useListed(filter: string | null, everyS: number): UsedList {
     const waiting = new Set<Deed>();
     let [listed, timer, isBusy]: [Listed | null, number, boolean] = [null, 0, false];
     const look = async (): Promise<void> => {
-      const deed: Deed = waiting.has("anew") ? "anew" : "next";
+      const deed = (["anew", "next", "rest"] as const).find((one) => waiting.has(one))!;
       waiting.delete(deed);
       try {
-        listed = listed && deed === "anew" ? await anew(listed, filter, { signal: stop.signal }) : await extended(listed, filter, { signal: stop.signal });
-        if (!stop.signal.aborted) set({ listed, problem: null, isReading: waiting.has("next") });
+        if (listed && deed === "anew") listed = await anew(listed, filter, { signal: stop.signal });
+        else listed = await extended(listed, filter, { signal: stop.signal }, ask, deed === "rest" ? MOST : PAGE);
+        if (deed === "rest" && listed.more) waiting.add("rest");
+        if (!stop.signal.aborted) set({ listed, problem: null, isReading: waiting.has("next") || waiting.has("rest") });
       } catch (error) {
         if (stop.signal.aborted) return;
+        waiting.delete("rest");
         const problem = error instanceof Problem ? error : new Problem(0, String(error));
         set({ listed, problem, isReading: false });
         if (problem.status === 401) window.dispatchEvent(new Event("key-refused"));
@@ -51,7 +56,7 @@ export function useListed(filter: string | null, everyS: number): UsedList {
     };
     read.current = (deed) => {
       waiting.add(deed);
-      if (deed === "next") set((before) => ({ ...before, isReading: true }));
+      if (deed !== "anew") set((before) => ({ ...before, isReading: true }));
       void work();
     };
     read.current("anew");
@@ -60,5 +65,6 @@ export function useListed(filter: string | null, everyS: number): UsedList {
       clearTimeout(timer);
     };
   }, [filter, everyS]);
-  return { ...state, next: useCallback(() => read.current("next"), []), again: useCallback(() => read.current("anew"), []) };
+  const doing = (deed: Deed): (() => void) => useCallback(() => read.current(deed), []);
+  return { ...state, next: doing("next"), rest: doing("rest"), again: doing("anew") };
 }
