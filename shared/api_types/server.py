@@ -119,6 +119,8 @@ class Usage(TypedDict):
     by: Literal["job", "day", "key"]
     usage: list[UsageRow]
     total: Spent
+    more: bool
+    """Whether there are more jobs than these, which are the newest; not of days."""
     currency: str
     """Three letters; empty without prices."""
 

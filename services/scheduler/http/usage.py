@@ -54,10 +54,12 @@ class UsageApi:
         """Usage of your jobs: worker, GPU and CPU seconds, tokens, stored bytes."""
         by = BY.read(request)
         rows: Sequence[Mapping[str, Any]]
+        more = False
         if by == "day":
             rows = await self._by_day(request)
         else:
-            rows = await self._by_job(await self._asked_for(request))
+            jobs, more = await self._asked_for(request)
+            rows = await self._by_job(jobs)
             rows = _summed(rows, "key") if by == "key" else rows
         total = {kind: sum(row[kind] for row in rows) for kind in KINDS}
         stored = [row[STORED] for row in rows]
@@ -65,12 +67,16 @@ class UsageApi:
         settings = self.jobs.ctx.settings
         priced = [{**row, "cost": settings.cost(row["worker_s"], row["gpu_s"])} for row in (*rows, total)]
         currency = "" if priced[-1]["cost"] is None else settings.price_currency
-        return json_response({"by": by, "usage": priced[:-1], "total": priced[-1], "currency": currency})
+        summed = {"usage": priced[:-1], "total": priced[-1], "more": more}
+        return json_response({"by": by, **summed, "currency": currency})
 
-    async def _asked_for(self, request: web.Request) -> list[JobRecord]:
+    async def _asked_for(self, request: web.Request) -> tuple[list[JobRecord], bool]:
+        """Return the jobs, and whether there are more."""
         if (id := request.query.get("job")) is not None:
-            return [await self.jobs.found(request, id)]
-        return await self.store.jobs_of(tenant_of(request), LIMIT_JOBS.read(request))
+            return [await self.jobs.found(request, id)], False
+        limit = LIMIT_JOBS.read(request)
+        found = await self.store.jobs_of(tenant_of(request), limit + 1)
+        return found[:limit], len(found) > limit
 
     async def _by_job(self, jobs: list[JobRecord]) -> list[dict[str, Any]]:
         spent = await self.spent.of_jobs([job.id for job in jobs])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -17,12 +18,14 @@ from opentinker.cli.common import (
     UsageError,
     ago,
     client,
+    complain,
     print_found,
     print_json,
     say,
 )
 from opentinker.cli.results.values import MAIN, estimate_of
 from opentinker.cli.shell import complete
+from opentinker.cli.views.lists import say_if_cut
 from opentinker.cli.views.refresh import refresh
 from opentinker.shared.types.core import part_id
 from opentinker.shared.types.errors import plural
@@ -85,11 +88,11 @@ def checkpoints(
     weights: Literal["lora", "whole"] | None = None if lora is None else "lora" if lora else "whole"
     api = client(url, patience_s=PATIENCE_S if watch else 2.0)
 
-    def show() -> None:
-        if job_id is not None:
-            return _print_checkpoints_of(api, job_id, policy, as_json)
-        found = api.all_checkpoints(
-            limit or 100,
+    most = limit or 100
+
+    def find(count: int = most) -> list[RegisteredCheckpoint]:
+        return api.all_checkpoints(
+            count,
             model=model,
             project=project,
             tags=tags,
@@ -99,10 +102,20 @@ def checkpoints(
             setting=setting,
             search=search,
         )
+
+    def show(found: list[RegisteredCheckpoint]) -> None:
         empty = "no such checkpoint" if any(options.values()) else "no checkpoint yet"
         _print_all_checkpoints(found, sort or "", as_json, empty)
 
-    refresh(show) if watch else show()
+    if job_id is not None:
+        show_own = partial(_print_checkpoints_of, api, job_id, policy, as_json)
+        refresh(show_own) if watch else show_own()
+        return
+    found = find(most + 1)
+    say_if_cut(found, most, "checkpoint")
+    if not api.has_all_checkpoints():
+        complain(f"of those without a name only the newest {LISTED:,} are listed; `checkpoints JOB` has all of a job")
+    refresh(lambda: show(find())) if watch else show(found[:most])
 
 
 def _print_all_checkpoints(found: Sequence[RegisteredCheckpoint], sort: str, as_json: bool, empty: str) -> None:

@@ -22,7 +22,7 @@ from opentinker.cli.common import (
     say,
 )
 from opentinker.cli.shell import complete
-from opentinker.cli.views.lists import RUNNING_FIRST, print_groups
+from opentinker.cli.views.lists import RUNNING_FIRST, print_groups, say_if_cut
 from opentinker.sdk.labels import list_query
 from opentinker.shared.types.core import JobState
 from opentinker.shared.types.errors import Conflict, NotFound, plural
@@ -108,27 +108,29 @@ def jobs(
     api = client(url, patience_s=PATIENCE_S if watch else 2.0)
     filters = {"name": name, "notes": notes, "project": project, "environment": environment, "model": model}
     filters |= {"owner": owner, "search": search}
+    query = list_query({"state": states, "kind": kinds, "tag": tags}, filters)
     if group is not None:
         if watch or sort or shown:
             raise UsageError("--group counts jobs: it does not go with --watch, --sort or --columns")
-        lists = {"state": states, "kind": kinds, "tag": tags}
-        print_groups(api.job_groups(group, list_query(lists, filters)), "job", group, as_json)
+        print_groups(api.job_groups(group, query), "job", group, as_json)
         return
 
-    def find() -> list[JobSummary]:
-        return api.jobs(limit, states=states, kinds=kinds, tags=tags, sort=sort or RUNNING_FIRST, **filters)
+    def find(most: int = limit) -> list[JobSummary]:
+        return api.jobs(most, states=states, kinds=kinds, tags=tags, sort=sort or RUNNING_FIRST, **filters)
 
     chosen = states or kinds or tags or any(filters.values())
     empty = "no such job" if chosen else f"no jobs yet; try: {as_typed('submit', 'JOB.toml', *same_server(url))}"
+    found = find(limit + 1)
+    say_if_cut(found, limit, "job", lambda: api.job_groups("state", query))
     if watch:
         try:
             watch_jobs(find, view_of(as_json, empty, shown))
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
     elif as_json:
-        print_json(find())
+        print_json(found[:limit])
     else:
-        _print_jobs(find(), shown, empty)
+        _print_jobs(found[:limit], shown, empty)
 
 
 def _columns(given: str | None) -> list[str]:

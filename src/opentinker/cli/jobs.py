@@ -32,6 +32,7 @@ from opentinker.cli.observability import line_of
 from opentinker.cli.shell import complete
 from opentinker.cli.specs import Changes, FromCheckpoint, SpecFile, Steps, WithOptimizer, changed, read_spec, read_sweep
 from opentinker.cli.sweeps import show_begun, submit_file
+from opentinker.cli.views.lists import say_if_cut
 from opentinker.sdk.job_text import on_one_line, state_of
 from opentinker.shared.types.core import part_id
 from opentinker.shared.types.manifest import short_list
@@ -42,6 +43,8 @@ EvaluationChanges = Annotated[
 ]
 Outcome = Literal["solved", "unsolved", "won", "drawn", "lost"]
 JOB = re.compile(r"j-[a-z0-9]{10}")
+MOST_FAILURES = 1000
+"""Of one answer of the API."""
 STATE_EXIT = {"succeeded": 0, "failed": 1, "cancelled": 4}
 """Exit status of `watch` and `run` by the state in which the job ended."""
 
@@ -227,11 +230,15 @@ def resume(job_id: JobId, url: Url = None, as_json: AsJson = False) -> None:
 def failures(
     job_id: JobId,
     url: Url = None,
-    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=1000, help="Show this many, the newest.")] = 20,
+    limit: Annotated[
+        int, typer.Option("--limit", "-n", min=1, max=MOST_FAILURES, help="Show this many, the newest.")
+    ] = 20,
     as_json: AsJson = False,
 ) -> None:
     """Show the groups of a job that failed for good, and why."""
-    found = client(url).failures(job_id, limit)
+    found = client(url).failures(job_id, min(limit + 1, MOST_FAILURES))
+    say_if_cut(found["failures"], limit, "failure")
+    found["failures"] = found["failures"][:limit]
     if as_json:
         print_json(found)
         return

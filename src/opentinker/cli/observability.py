@@ -8,7 +8,18 @@ from typing import Annotated, Any
 
 import typer
 
-from opentinker.cli.common import AsJson, JobId, Policy, Url, client, print_found, print_json, print_table, say
+from opentinker.cli.common import (
+    AsJson,
+    JobId,
+    Policy,
+    Url,
+    client,
+    complain,
+    print_found,
+    print_json,
+    print_table,
+    say,
+)
 from opentinker.cli.shell import complete
 from opentinker.shared.api_types import Heard, Rollout, Said, Shown, View
 from opentinker.shared.types.core import part_id
@@ -205,6 +216,8 @@ def usage(
         for names, row in lines
     ]
     columns = [*named, *(COLUMNS[kind] for kind in kinds), *([f"cost ({found['currency']})"] if priced else [])]
+    if found.get("more"):  # an older server does not say it
+        complain(f"only the newest {limit:,} jobs are counted; -n for more")
     print_found(found, as_json, columns, rows, empty="no usage yet")
 
 

@@ -27,14 +27,14 @@ from opentinker.cli.common import (
     say,
 )
 from opentinker.cli.shell import complete
-from opentinker.cli.views.lists import RUNNING_FIRST, print_groups
+from opentinker.cli.views.lists import RUNNING_FIRST, print_groups, say_if_cut
 from opentinker.cli.views.refresh import refresh
 from opentinker.sdk.job_text import on_one_line
 from opentinker.sdk.labels import list_query
 from opentinker.shared.types.errors import plural
 
 if TYPE_CHECKING:
-    from opentinker.shared.api_types import Sweep
+    from opentinker.shared.api_types import Sweep, SweepSummary
 
 SWEEP_EXIT = {"running": 0, "succeeded": 0, "failed": 1, "cancelled": 4}
 """Exit status of `sweep SWEEP --watch` by the state in which it ended."""
@@ -127,22 +127,23 @@ def sweeps(
     api = client(url, patience_s=PATIENCE_S if watch else 2.0)
     texts = {"name": name, "notes": notes, "project": project, "environment": environment, "model": model}
     texts |= {"owner": owner, "search": search}
+    query = list_query({"state": states, "kind": kinds, "tag": tags}, texts)
     if group is not None:
         if watch or sort:
             raise UsageError("--group counts sweeps: it does not go with --watch or --sort")
-        lists = {"state": states, "kind": kinds, "tag": tags}
-        print_groups(api.sweep_groups(group, list_query(lists, texts)), "sweep", group, as_json)
+        print_groups(api.sweep_groups(group, query), "sweep", group, as_json)
         return
     chosen = states or kinds or tags or any(texts.values())
     empty = "no such sweep" if chosen else "no sweeps yet: submit a file with a [sweep] table: `opentinker submit FILE`"
 
-    def show(*, as_line: bool = False) -> None:
-        found = api.sweeps(limit, states=states, kinds=kinds, tags=tags, sort=sort or RUNNING_FIRST, **texts)
-        _print_list(found, as_json, empty, as_line=as_line)
+    def find(most: int = limit) -> list[SweepSummary]:
+        return api.sweeps(most, states=states, kinds=kinds, tags=tags, sort=sort or RUNNING_FIRST, **texts)
 
+    found = find(limit + 1)
+    say_if_cut(found, limit, "sweep", lambda: api.sweep_groups("state", query))
     if watch:
-        refresh(lambda: show(as_line=True))
-    show()
+        refresh(lambda: _print_list(find(), as_json, empty, as_line=True))
+    _print_list(found[:limit], as_json, empty)
 
 
 def _print_list(found: Sequence[Mapping[str, Any]], as_json: bool, empty: str, *, as_line: bool = False) -> None:

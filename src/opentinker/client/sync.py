@@ -165,6 +165,7 @@ class Client:
 
     checkpoints = blocking(AsyncClient.checkpoints)
     all_checkpoints = blocking(AsyncClient.all_checkpoints)
+    has_all_checkpoints = blocking(AsyncClient.has_all_checkpoints)
     evaluations = blocking(AsyncClient.evaluations)
     artifacts = blocking(AsyncClient.artifacts)
     download = blocking(AsyncClient.download)

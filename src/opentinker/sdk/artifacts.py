@@ -24,6 +24,7 @@ from opentinker.shared.api_types import (
     Artifact,
     Artifacts,
     Checkpoint,
+    CheckpointRegistry,
     Checkpoints,
     DeletedArtifacts,
     Evaluation,
@@ -112,6 +113,11 @@ class ArtifactCalls:
         texts |= {"tag": ",".join(tags or ()), "published": names[published]}
         query = {key: text for key, text in texts.items() if text}
         return await self._http.newest("/v1/checkpoints", "checkpoints", limit, query)
+
+    async def has_all_checkpoints(self) -> bool:
+        """Whether `all_checkpoints` looks at all of them: not where there are 1,000 or more."""
+        found = await self._http.json(CheckpointRegistry, "GET", "/v1/checkpoints", {"limit": "1"})
+        return found.get("complete", True)  # an older server does not say it
 
     async def artifacts(self, id: str) -> list[Artifact]:
         """Return every file that a job has left so far: `path`, `kind`, `bytes`, `created`, and `sha256` where it is

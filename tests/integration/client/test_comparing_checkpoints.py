@@ -104,6 +104,10 @@ async def test_checkpoints_sorted_by_a_metric_say_its_value_and_setting(
         said, *table = (await run("checkpoints", "--sort", "exact", *options, *on)).stdout.splitlines()
         return said, [line.split()[:2] for line in table if line.startswith(("j-", "checkpoint"))]
 
+    assert (await run("checkpoints", *on)).stderr == ""
+    assert (await run("checkpoints", "-n", 1, *on)).stderr == "the first 1 checkpoint; -n for more\n"
+    assert second in (await run("checkpoints", "--search", "BBBB", *on)).stdout
+    assert (await run("checkpoints", "--search", "cccc", *on)).stdout == "no such checkpoint\n"
     said, rows = await listed()
     assert said.startswith("by exact on bandit; greedy; 256 tokens; 2 episodes; --setting")
     assert rows == [["checkpoint", "exact"], [second, "0.75"], [first, "0.25"]]

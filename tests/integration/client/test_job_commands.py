@@ -26,6 +26,7 @@ from opentinker.cli.views.job_table import ChangeLines
 from opentinker.cli.views.watch import event_line
 from opentinker.sdk.job_text import state_of
 from opentinker.shared.runtime.service import Context
+from opentinker.shared.state.store import Store
 from opentinker.shared.types.manifest import short_list
 from tests.conftest import until
 from tests.integration.client.test_cli import environ, typed
@@ -84,6 +85,35 @@ async def test_jobs_are_selected_by_state_kind_and_name_and_cancelled(client: As
     rest = await run("cancel", "--all", "--state", "queued", "--yes", "--json", *on)
     assert {job["id"] for job in orjson.loads(rest.stdout)} == {other}
     assert (await run("cancel", "--all", "--yes", *on)).stdout == "none of these jobs is active\n"
+
+
+async def test_a_list_that_is_cut_says_so_on_stderr(client: AsyncClient, on: list[str], store: Store) -> None:
+    for n in range(4):
+        job = (await client.submit(make_spec(name=f"run {n}", project="maths" if n else "")))["id"]
+    for limit, options, said in (
+        (3, "", "the first 3 of 4 jobs; -n for more\n"),
+        (2, "--project maths --json", "the first 2 of 3 jobs; -n for more\n"),
+        (3, "--project maths", ""),
+        (4, "", ""),
+    ):
+        done = await run("jobs", "-n", limit, *options.split(), *on)
+        assert done.stderr == said, options
+        shown = orjson.loads(done.stdout) if "--json" in options else done.stdout.splitlines()[1:]
+        assert len(shown) == limit
+    for n in range(3):
+        detail = {"group": n, "reason": "env_error", "error": "KeyError"}
+        await store.update(job, event="group_failed", failure=True, detail=detail)
+    for options, said in (("-n 2", "the first 2 failures; -n for more\n"), ("", "")):
+        done = await run("failures", job, "--json", *options.split(), *on)
+        assert (len(orjson.loads(done.stdout)["failures"]), done.stderr) == (2 if said else 3, said)
+    for options, said in (
+        ("-n 3", "only the newest 3 jobs are counted; -n for more\n"),
+        ("-n 3 --by key", "only the newest 3 jobs are counted; -n for more\n"),
+        ("--by day", ""),
+        (f"--job {job}", ""),
+        ("", ""),
+    ):
+        assert (await run("usage", *options.split(), *on)).stderr == said, options
 
 
 async def test_answers_are_printed_as_json_yaml_or_a_table(client: AsyncClient, on: list[str]) -> None:

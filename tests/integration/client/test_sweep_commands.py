@@ -58,6 +58,9 @@ async def test_a_sweep_is_submitted_shown_cancelled_deleted(sweep: Path, on: lis
     refused = await run("sweep", id, "--delete", *on)
     assert refused.returncode == 1 and "cancel it first" in refused.stderr
     await run("submit", sweep, "--set", "name=later", *on)
+    cut = await run("sweeps", "-n", 1, *on)
+    assert (cut.stderr, len(cut.stdout.splitlines())) == ("the first 1 of 2 sweeps; -n for more\n", 2)
+    assert (await run("sweeps", "-n", 2, *on)).stderr == ""
     assert (await run("sweep", id, "--cancel", *on)).stdout.split() == [id, "cancelled"]
     before = await client.sweep({**SPEC, "name": "latest", "sweep": {"parameters": {SKILL: [0.1]}}})
     await client.cancel_sweep(before["id"])

@@ -139,6 +139,7 @@ async def test_usage_is_served_by_job_day_and_key(client: AsyncClient, ctx: Cont
     spent = {"cpu_s": 1.5, "tokens_trained": 40, "bytes_stored": 12, "cost": None}
     assert (found["total"], found["currency"]) == ({**dict.fromkeys(KINDS, 0), **spent}, "")
     assert [row["job"] for row in (await client.usage(job=first))["usage"]] == [first]
+    assert not found["more"] and (await client.usage(limit=1))["more"]
     (today,) = (await client.usage("day"))["usage"]
     assert (today["cpu_s"], today["tokens_trained"], today["bytes_stored"]) == (1.5, 40, 7)
     (key,) = (await client.usage("key"))["usage"]

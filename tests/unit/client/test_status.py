@@ -15,7 +15,9 @@ from tests.support.api import SPEC, Http
 from tests.support.scheduling import Workers
 
 
-async def test_cluster_status(http: Http, ctx: Context, store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_cluster_status(
+    http: Http, ctx: Context, store: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     workers = Workers(store)
     await workers.start("trainer-0", "env-0")
     status_code, job = await http.submit(SPEC)
@@ -30,6 +32,11 @@ async def test_cluster_status(http: Http, ctx: Context, store: Store, capsys: py
     shown = capsys.readouterr().out
     assert "jobs: 1 queued" in shown and f"{job['id']} (test, queued) waits for" in shown.replace(job["name"], "test")
     await workers.stop()
+    for _ in range(3):
+        await http("POST", f"/v1/jobs/{await http.job()}/cancel")
+    monkeypatch.setattr(status, "JOBS", 1)
+    found = await asyncio.to_thread(status.cluster, http.url)
+    assert found["jobs"] == {"queued": 1, "cancelled": 3} and len(found["waiting"]) == 1
 
 
 def test_a_server_that_does_not_answer_is_said() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,12 +22,14 @@ from opentinker.cli.common import (
 )
 from opentinker.cli.views.refresh import refresh
 from opentinker.shared.api_types import Queue, Worker
+from opentinker.shared.types.core import JobState
 from opentinker.shared.types.errors import OpenTinkerError
 
 NOTHING_RUNS = 3
 """Exit status."""
 JOBS = 500
-"""The newest ones are counted."""
+"""The newest ones that have not ended say what they wait for."""
+ACTIVE = tuple(state.value for state in JobState if not state.final)
 ORDER = ("running", "starting", "queued", "paused", "succeeded", "failed", "cancelled")
 
 
@@ -88,7 +89,8 @@ def cluster(server: str) -> dict[str, Any]:
 
     try:
         with client(server) as api:
-            jobs = api.jobs(JOBS)
+            jobs = api.jobs(JOBS, states=ACTIVE)
+            states = {one["name"]: one["jobs"] for one in api.job_groups("state")}
             workers: list[Worker] | None = None
             queues: list[Queue] | None = None
             try:
@@ -98,7 +100,6 @@ def cluster(server: str) -> dict[str, Any]:
                     raise
     except OpenTinkerError as error:
         return {"error": str(error)}
-    states: Counter[str] = Counter(job["state"] for job in jobs)
     waiting = [
         {"job": job["id"], "name": job["name"], "state": job["state"], "for": job["waiting_for"]}
         for job in jobs
@@ -106,7 +107,7 @@ def cluster(server: str) -> dict[str, Any]:
     ]
     return {
         "error": "",
-        "jobs": {state: states[state] for state in (*ORDER, *sorted(states.keys() - set(ORDER))) if states[state]},
+        "jobs": {state: states[state] for state in (*ORDER, *sorted(states.keys() - set(ORDER))) if state in states},
         "waiting": waiting,
         "workers": None if workers is None else _pools(workers),
         "queues": None if queues is None else {queue["stream"]: queue["messages"] for queue in queues},

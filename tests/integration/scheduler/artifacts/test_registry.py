@@ -18,7 +18,8 @@ from opentinker.shared.state.artifacts import ArtifactEntry, ArtifactIndex, chec
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobState
 from tests.conftest import until
-from tests.support.api import bearing, fits, new_key_of, write_checkpoint
+from tests.integration.client.test_cli import typed
+from tests.support.api import OPERATOR, bearing, fits, new_key_of, write_checkpoint
 from tests.support.registry import BASE, LORA, evaluated, kept, trained
 from tests.support.scheduling import new_job
 
@@ -274,12 +275,15 @@ async def test_the_newest_are_listed_and_published_ones_always(store: Store, mon
     assert read == [jobs[3], jobs[2], jobs[0]], "the last for its name"
 
 
-async def test_a_list_says_that_older_checkpoints_are_left_out(http: Any, store: Store) -> None:
+async def test_a_list_says_that_older_checkpoints_are_left_out(
+    http: Any, client: AsyncClient, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENTINKER_API_KEY", OPERATOR)
     job = await trained(store, id="j-aaaaaaaaaa")
     for start in range(0, 999, 111):
         await asyncio.gather(*(kept(store, job, step, 1000.0 + step) for step in range(start, start + 111)))
     _, answer = await http("GET", "/v1/checkpoints?limit=1&search=nothing")
-    assert answer["complete"]
+    assert answer["complete"] and await client.has_all_checkpoints()
     await kept(store, job, 1000, 3000.0)
 
     async def listed() -> Any:
@@ -287,6 +291,15 @@ async def test_a_list_says_that_older_checkpoints_are_left_out(http: Any, store:
 
     found = await until(listed, lambda answer: not answer["complete"])
     assert found["checkpoints"] == []
+    assert not await client.has_all_checkpoints()
+    command = "checkpoints", "-n", 2, "--json", "--url", http.url
+    done = await asyncio.to_thread(typed, *command)
+    assert [one["checkpoint"] for one in orjson.loads(done.stdout)] == [f"{job}@1000", f"{job}@998"]
+    assert done.stderr.splitlines() == [
+        "the first 2 checkpoints; -n for more",
+        "of those without a name only the newest 1,000 are listed; `checkpoints JOB` has all of a job",
+    ]
+    assert (await asyncio.to_thread(typed, *command, "--search", "nothing")).stderr.startswith("of those without")
 
 
 async def test_what_a_trainer_commits_is_listed_until_it_is_deleted(ctx: Context, client: AsyncClient) -> None:
