@@ -5,6 +5,7 @@ export interface Job {
   name: string;
   project: string;
   tags: string[];
+  notes: string;
   kind: string;
   tenant: string;
   state: string;
@@ -12,6 +13,7 @@ export interface Job {
   created: number;
   /** When it came to the queue or, once it has begun, when it started. */
   since: number;
+  updated: number;
   finished: number | null;
   step: number;
   steps: number;

@@ -38,6 +38,8 @@ test("columns that are kept are shown in their order", () => {
   assert.deepEqual(columnsOf(null, ["State", "Curve", "Model", "Owner"], 900), ["State"]);
   assert.deepEqual(columnsOf(null, ["State", "Curve", "Model", "Owner"], 375), ["State", "Curve"]);
   assert.deepEqual(columnsOf("b,gone", ["a", "b"], 100), ["b"]);
+  assert.deepEqual(columnsOf(null, ["State", "Kind", "Notes", "Updated", "Finished"], 4000), ["State"]);
+  assert.deepEqual(columnsOf("Notes", ["State", "Notes"], 375), ["Notes"]);
 });
 
 test("a job matches if it has all words, wherever they are", () => {

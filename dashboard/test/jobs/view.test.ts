@@ -37,6 +37,7 @@ test("a column sorts by itself, then the other way around, and says which", () =
   assert.equal(sortedBy("created", "Time"), "-created");
   assert.equal(sortedBy("-created", "Time"), "created");
   assert.equal(sortedBy("state", "Curve"), "state");
+  assert.deepEqual(["Kind", "Notes", "Updated", "Finished"].map((name) => sortedBy("state", name)), ["kind", "notes", "updated", "finished"]);
   assert.deepEqual(["created", "-created"].map((sort) => sortDirectionOf(sort, "Time")), ["descending", "ascending"]);
   assert.deepEqual(["name", "-name", "created"].map((sort) => sortDirectionOf(sort, "Job")), ["ascending", "descending", undefined]);
   assert.deepEqual(sortsFor("-name").at(-1), ["-name", "by name, reversed"]);

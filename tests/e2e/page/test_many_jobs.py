@@ -12,6 +12,7 @@ from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobState
+from tests.conftest import until
 from tests.e2e.page.conftest import IN_BROWSER, Open
 from tests.e2e.page.running_jobs import Trainer, reward, saved
 from tests.support.api import SPEC, Http
@@ -38,6 +39,38 @@ async def test_jobs_are_grouped_by_what_they_have_in_common(opened: Open, http: 
     await tab.page.get_by_label("Group by").select_option("kind")
     await expect(rows).to_have_count(1)
     await expect(rows).to_contain_text("rl")
+
+
+async def test_columns_that_are_off_at_first_are_chosen_kept_and_sorted(opened: Open, http: Http, store: Store) -> None:
+    ids = {}
+    for name in ("one", "two"):
+        ids[name] = await http.job(spec(name=name, notes=f"as {name} in\nthe paper, {'long ' * 40}"))
+    await until(lambda: store.job(ids["two"]), lambda job: job.waiting_for)  # a change of it
+    await http("POST", f"/v1/jobs/{ids['one']}/cancel")
+    tab = await opened(http.url)
+    heads = tab.page.locator(".jobs thead th")
+    await expect(heads.filter(has_text="State")).to_have_count(1)
+    chosen = ("Kind", "Notes", "Updated", "Finished")
+    for name in chosen:
+        await expect(heads.filter(has_text=name)).to_have_count(0)
+    await tab.page.get_by_text("Columns", exact=True).click()
+    for name in chosen:
+        await tab.page.get_by_label(f"Column {name}").check()
+    await tab.page.reload()
+    first = tab.page.locator(".jobs tbody tr").first
+    for name, top in (("Kind", "two"), ("Notes", "one"), ("Updated", "one"), ("Finished", "one")):
+        await heads.get_by_role("button", name=name).click()
+        await expect(heads.filter(has_text=name)).to_have_attribute("aria-sort", re.compile("ascending|descending"))
+        await expect(first).to_contain_text(ids[top])
+    cells = {name: first.locator(f'td[data-label="{name}"]') for name in chosen}
+    await expect(cells["Kind"]).to_have_text("rl")
+    await expect(cells["Notes"]).to_contain_text("as one in")
+    for name in ("Updated", "Finished"):
+        await expect(cells[name]).to_contain_text("s ago")
+    other = tab.page.locator(".jobs tbody tr", has_text=ids["two"])
+    await expect(other.locator('td[data-label="Finished"]')).to_be_empty()
+    box = await first.bounding_box()
+    assert box is not None and box["height"] <= 37, "long notes are one line"
 
 
 async def test_compared_runs_are_lines_across_their_settings(opened: Open, http: Http, bus: Bus) -> None:

@@ -96,13 +96,16 @@ export function sparkline(values: number[], width: number, height: number): stri
 
 /** Left out first where a window is narrower than so many pixels, until people choose columns themselves. */
 const NEEDS_PX: Record<string, number> = { Owner: 1600, Model: 1500, Environment: 1350, Curve: 1200, Project: 1200, Last: 1000 };
+/** Shown only where people choose them. */
+const ON_CHOICE = ["Kind", "Notes", "Updated", "Finished"];
 /** Up to this width rows are cards, where these need no width. */
 const PHONE_PX = 720;
 const ON_PHONES = ["Last", "Curve"];
 
 /** A choice of columns, as it is kept: unknown names are dropped; before there is one, those for which there is room. */
 export function columnsOf(kept: string | null, all: readonly string[], widthPx: number): string[] {
-  if (kept === null) return all.filter((name) => widthPx >= (NEEDS_PX[name] ?? 0) || (widthPx <= PHONE_PX && ON_PHONES.includes(name)));
+  const fits = (name: string): boolean => widthPx >= (NEEDS_PX[name] ?? 0) || (widthPx <= PHONE_PX && ON_PHONES.includes(name));
+  if (kept === null) return all.filter((name) => !ON_CHOICE.includes(name) && fits(name));
   const names = kept.split(",");
   return all.filter((name) => names.includes(name));
 }

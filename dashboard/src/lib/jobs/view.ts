@@ -36,7 +36,8 @@ export const SORTS: [string, string][] = [
 export const SWEEP_SORTS = SORTS.filter(([name]) => name !== "step");
 /** The order of a column of the table. */
 export const SORT_OF: Record<string, string> = {
-  Job: "name", State: "state", Progress: "step", Time: "created", Environment: "environment", Model: "model", Project: "project", Owner: "owner",
+  Job: "name", State: "state", Progress: "step", Time: "created", Kind: "kind", Environment: "environment", Model: "model", Project: "project",
+  Owner: "owner", Notes: "notes", Updated: "updated", Finished: "finished",
 }; // prettier-ignore
 const LARGEST_FIRST = new Set(["created", "updated", "finished", "step"]);
 

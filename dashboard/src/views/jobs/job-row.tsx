@@ -13,9 +13,8 @@ import { Progress, State } from "../../parts.tsx";
 /** Of every row; style.css keeps to it. */
 export const ROW_PX = 36;
 /** Those that may be left out. */
-export const COLUMNS = ["State", "Progress", "Last", "Curve", "Time", "Environment", "Model", "Project", "Owner"];
+export const COLUMNS = ["State", "Progress", "Last", "Curve", "Time", "Kind", "Environment", "Model", "Project", "Owner", "Notes", "Updated", "Finished"];
 const CURVE = { width: 90, height: 20 };
-
 
 interface RowProps {
   job: Job;
@@ -89,6 +88,10 @@ function Value({ label, text, choose }: { label: Label; text?: string; choose: (
   );
 }
 
+function Moment({ at, now }: { at: number; now: number }): JSX.Element {
+  return <small title={moment(at)}>{ago(at, now)}</small>;
+}
+
 interface CellProps {
   job: Job;
   now: number;
@@ -126,6 +129,7 @@ const CELLS: Record<string, (props: CellProps) => JSX.Element> = {
       </>
     );
   },
+  Kind: ({ job, choose }) => <Value label={["kind", job.kind]} choose={choose} />,
   Environment: ({ job, choose }) => (job.environment ? <Value label={["environment", job.environment]} choose={choose} /> : <></>),
   Model: ({ job, choose }) => <Value label={["model", job.model]} text={job.model.split("/").at(-1)!} choose={choose} />,
   Project: ({ job, choose }) =>
@@ -142,4 +146,11 @@ const CELLS: Record<string, (props: CellProps) => JSX.Element> = {
       {job.priority ? ` · priority ${job.priority}` : ""}
     </small>
   ),
+  Notes: ({ job }) => (
+    <small class="noted" title={job.notes}>
+      {job.notes}
+    </small>
+  ),
+  Updated: ({ job, now }) => <Moment at={job.updated} now={now} />,
+  Finished: ({ job, now }) => (job.finished === null ? <></> : <Moment at={job.finished} now={now} />),
 };
