@@ -45,6 +45,11 @@ test("the best value so far never gets worse, in the order in which trials ended
   assert.deepEqual(progress({ goal: "minimize", all_trials: all }).best, [0.2, 0.2, 0.2]);
 });
 
+test("a trial that was stopped early is never the best", () => {
+  const all = [{ ...trial(0, "stopped", 0.9), finished: 10 }, { ...trial(1, "finished", 0.5), finished: 20 }, { ...trial(2, "cancelled", 0.8), finished: 30 }];
+  assert.deepEqual(progress({ goal: "maximize", all_trials: all }), { values: [0.5], best: [0.5] });
+});
+
 test("the best trial is said with its value and its settings", () => {
   assert.equal(bestText({ best: { number: 3, value: 0.91, settings: { "train.lr": 1e-4, "algorithm.group_size": 8 } } }), "0.91 of trial 3: lr 0.0001, group_size 8");
   assert.equal(bestText({ best: null }), "");

@@ -26,7 +26,9 @@ export function ranked(sweep: Pick<Sweep, "goal" | "all_trials">): SweepTrial[] 
 /** The values of the finished trials in the order in which they ended, and the best one so far after each. */
 export function progress(sweep: Pick<Sweep, "goal" | "all_trials">): { values: number[]; best: number[] } {
   const better = sweep.goal === "minimize" ? Math.min : Math.max;
-  const ended = sweep.all_trials.filter((trial) => trial.value !== null && trial.finished !== null).sort((a, b) => a.finished! - b.finished! || a.number - b.number);
+  const ended = sweep.all_trials
+    .filter((trial) => trial.state === "finished" && trial.value !== null && trial.finished !== null)
+    .sort((a, b) => a.finished! - b.finished! || a.number - b.number);
   const values = ended.map((trial) => trial.value!);
   const best: number[] = [];
   for (const value of values) best.push(best.length ? better(best[best.length - 1]!, value) : value);
