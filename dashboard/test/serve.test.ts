@@ -2,7 +2,7 @@
 
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { inferenceSpec, savesAdapters } from "../src/lib/serve.ts";
+import { cloneSpec, inferenceSpec, savesAdapters } from "../src/lib/serve.ts";
 import type { JobDetail } from "../src/lib/types.ts";
 
 test("a job with lora saves adapters, any other whole models", () => {
@@ -21,4 +21,12 @@ test("an endpoint of a model that is divided among GPUs has as many", () => {
   assert.deepEqual(of({ rollout_gpus: 4, trainer_gpus: 1 }), { rollout_gpus: 4 });
   assert.equal(of({ rollout_gpus: 1 }), undefined);
   assert.equal(of(), undefined);
+});
+
+test("the clone of a sweep's job has the job's tags, but not the sweep's", () => {
+  const of = (spec: object, step = ""): unknown => cloneSpec({ id: "j-1", name: "x #3", spec } as unknown as JobDetail, step);
+  const train = { lr: 1e-4 };
+  assert.deepEqual(of({ name: "x #3", tags: ["maths", "s-a1b2c3d4e5"], train }), { name: "x #3-again", tags: ["maths"], train });
+  assert.deepEqual(of({ tags: ["s-a1b2c3d4e5"] }, "5"), { name: "x #3-again", start: { from: "j-1@5" } });
+  assert.deepEqual(of({ tags: ["s-small", "s-a1b2c3d4e5f6", "runs-a1b2c3d4e5"] }), { name: "x #3-again", tags: ["s-small", "s-a1b2c3d4e5f6", "runs-a1b2c3d4e5"] });
 });

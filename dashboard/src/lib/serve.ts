@@ -46,9 +46,14 @@ export function adaptersOf(job: JobDetail): string[] {
   return Array.isArray(listed) ? listed.map((one) => String(table(one)["name"])) : [];
 }
 
-/** The same again under a name of its own; with a step, from that checkpoint. */
+/** A sweep's id, which its jobs have among their tags. */
+const SWEEP_ID = /^s-[a-z0-9]{10}$/;
+
+/** The same again under a name of its own, and not in the sweep of the job; with a step, from that checkpoint. */
 export function cloneSpec(job: JobDetail, step: string): Json {
-  const spec = { ...table(job.spec), name: named(job.name, "again") };
+  const { tags, ...settings } = table(job.spec);
+  const own = Array.isArray(tags) ? tags.filter((tag) => !SWEEP_ID.test(String(tag))) : [];
+  const spec = { ...settings, name: named(job.name, "again"), ...(own.length ? { tags: own } : {}) };
   return step ? { ...spec, start: { from: `${job.id}@${step}` } } : spec;
 }
 
