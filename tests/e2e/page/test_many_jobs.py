@@ -132,6 +132,30 @@ async def test_seeds_are_grouped_and_metrics_chosen_and_removed(opened: Open, ht
     await expect(tab.page.get_by_role("button", name="Remove entropy")).to_have_count(0)
 
 
+async def test_a_metric_with_a_comma_is_compared_and_older_links_still_work(opened: Open, http: Http, bus: Bus) -> None:
+    jobs = [await http.job(), await http.job()]
+    odd = "val/task/algebra, level 1/reward"
+    for job, value in zip(jobs, (0.2, 0.9), strict=True):
+        await Trainer(bus, job).says(1, {"loss": value, "entropy": value, odd: value})
+    tab = await opened(http.url, "compare", ",".join(jobs), "metrics%3Dloss%2Centropy")
+    charts = tab.page.locator("[data-chart]")
+    await expect(charts).to_have_count(2)
+    await tab.page.get_by_role("button", name="Remove entropy").click()
+    await expect(charts).to_have_count(1)
+    await tab.page.get_by_label("Add a metric").select_option(odd)
+    table = tab.page.locator("table.compared")
+    for _ in range(2):
+        await expect(charts).to_have_count(2)
+        await expect(tab.page.locator(f'[data-chart="{odd}"] .key')).to_have_count(2)
+        await expect(table.locator("th", has_text="algebra")).to_have_text(
+            [f"{odd} {end}" for end in ("best", "last", "area")]
+        )
+        await tab.page.reload()
+    await tab.page.get_by_role("button", name="Remove loss").click()
+    await expect(charts).to_have_count(1)
+    await expect(charts).to_have_attribute("data-chart", odd)
+
+
 LINES = "all => all.map(one => getComputedStyle(one).backgroundColor)"
 
 

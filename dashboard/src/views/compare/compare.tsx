@@ -5,6 +5,7 @@ import { useEffect, useMemo, useState } from "preact/hooks";
 import { Chart, type Look } from "../../chart.tsx";
 import { go } from "../../hooks.ts";
 import { ask, job as pathOf, Problem } from "../../lib/api.ts";
+import { chosenMetrics, withMetrics } from "../../lib/compare/chosen.ts";
 import {
   curve, curvesTable, differences, ending, grouped, groupsOf, labelsOf, metricNames, settingGroupings, tagGroupings, type Run,
 } from "../../lib/compare/compare.ts"; // prettier-ignore
@@ -52,10 +53,11 @@ export function Compare({ ids: all, view }: { ids: string[]; view: string }): JS
     else query.delete(name);
     go("compare", all.join(), `${query}`);
   };
+  const show = (metrics: string[]): void => go("compare", all.join(), `${withMetrics(query, metrics)}`);
   const names = useMemo(() => metricNames(runs), [runs]);
   const policies = useMemo(() => [...new Set(runs.flatMap((run) => policiesIn(run.spec)))], [runs]);
   const directed: Directed = (name) => directionOf(bareName(name, policies));
-  const shown = query.get("metrics")?.split(",") ?? firstMetrics(names, policies);
+  const shown = chosenMetrics(query) ?? firstMetrics(names, policies);
   const by = query.get("by") ?? "";
   const look: Look = { axis: "step", smooth: Number(query.get("smooth") ?? 0), log: query.has("log") };
   const differing = useMemo(() => differences(runs.map((run) => run.spec)), [runs]);
@@ -84,7 +86,7 @@ export function Compare({ ids: all, view }: { ids: string[]; view: string }): JS
           label="Add a metric"
           value=""
           of={[["", "add a metric…"], ...names.filter((name) => !shown.includes(name)).map((name) => [name, name] as const)]}
-          choose={(name) => change("metrics", [...shown, name].join())}
+          choose={(name) => show([...shown, name])}
         />
         {differing.length > 0 && metric && (
           <Select
@@ -112,8 +114,8 @@ export function Compare({ ids: all, view }: { ids: string[]; view: string }): JS
       <div class="charts">
         {shown.map((name) => {
           const lines = runs.map((run, at) => ({ ...curve(run, name, labels[at]), ...looks[at]! }));
-          const others = shown.filter((one) => one !== name).join();
-          const remove = others ? () => change("metrics", others) : undefined;
+          const others = shown.filter((one) => one !== name);
+          const remove = others.length ? () => show(others) : undefined;
           return <Chart key={name} title={name} about="" lines={by ? grouped(lines, groups) : lines} look={look} positive={false} remove={remove} />;
         })}
       </div>
