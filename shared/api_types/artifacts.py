@@ -114,7 +114,7 @@ class CheckpointRegistry(TypedDict):
     """The `before` of the next page."""
     more: bool
     metrics: list[str]
-    """Metrics by which all of the tenant's may be sorted: the first 100, without `val/`."""
+    """Metrics by which all of the tenant's may be sorted: the first 100, without `val/`; those of categories last."""
     settings: list[str]
     """Settings in which the tenant's were evaluated, those of most checkpoints first: 100 at most. Only those with the
     metric, if it sorts."""

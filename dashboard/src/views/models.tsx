@@ -4,6 +4,7 @@ import type { JSX } from "preact";
 import { useEffect, useRef, useState } from "preact/hooks";
 import { queryNow, useAsked, useDoing, useMay, useNow, useQuery } from "../hooks.ts";
 import { ask } from "../lib/api.ts";
+import { metricOrders } from "../lib/checkpoints/orders.ts";
 import { lineageLinks, metricRows, settingsOf, type MetricRow } from "../lib/checkpoints/registry.ts";
 import type { RegisteredCheckpoint } from "../lib/types.ts";
 import { ago, bytes, counted, moment, short } from "../lib/words.ts";
@@ -18,12 +19,6 @@ const MOST = 1000;
 const SORTS: [string, string][] = [
   ["created", "newest first"],
   ["bytes", "largest first"],
-];
-const METRICS: [string, string][] = [
-  ["exact", "by exact"],
-  ["reward/mean", "by mean reward"],
-  ["pass/1", "by pass@1"],
-  ["-loss", "by loss, lowest first"],
 ];
 const WEIGHTS: [string, string][] = [
   ["any", "any weights"],
@@ -81,7 +76,7 @@ export function Models(): JSX.Element {
     setPicked(others.length < picked.length ? others : [...picked, one]);
   };
   const sort = filter.sort ?? "created";
-  const metrics = METRICS.filter(([name]) => name === sort || last.current.metrics.includes(name.replace(/^-/, "")));
+  const metrics = metricOrders(last.current.metrics, sort);
   const setting = filter.setting ?? "any";
   const settings = [...new Set([...(setting === "any" ? [] : [setting]), ...last.current.settings])];
   const listed = new Map(value?.checkpoints.map((one) => [one.checkpoint, one]));

@@ -14,6 +14,7 @@ LONGEST = 200
 """Characters of a filter."""
 LONGEST_SETTING = 2000
 VAL = "val/"
+CATEGORY = "val/task/"
 INTERVAL = ("/low", "/high")
 NAMED = 100
 """Metrics, and settings, that a list names."""
@@ -125,8 +126,10 @@ def settings_of(found: Iterable[RegisteredCheckpoint], metric: str = "") -> list
 
 
 def sortable(found: Iterable[RegisteredCheckpoint]) -> list[str]:
-    """Return the metrics by which these checkpoints may be sorted, without the bounds of intervals and without val/."""
-    return [name.removeprefix(VAL) for name in metrics_of(found) if not name.endswith(INTERVAL)][:NAMED]
+    """Return the metrics by which these checkpoints may be sorted, without the bounds of intervals and without val/.
+    Those of categories come last: there may be more of them than a list names."""
+    names = [name for name in metrics_of(found) if not name.endswith(INTERVAL)]
+    return [name.removeprefix(VAL) for name in sorted(names, key=lambda name: name.startswith(CATEGORY))][:NAMED]
 
 
 def metrics_of(found: Iterable[RegisteredCheckpoint]) -> list[str]:

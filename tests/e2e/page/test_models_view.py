@@ -12,6 +12,21 @@ from tests.support.registry import BASE, LORA, evaluated, kept, trained
 pytestmark = IN_BROWSER
 
 
+async def test_models_are_ordered_by_any_metric(opened: Open, http: Http, store: Store) -> None:
+    good, bad = [await kept(store, await trained(store, id=f"j-{name * 10}"), 10, 1000.0) for name in "ab"]
+    await evaluated(store, good, 0.25, **{"val/winrate": 0.75, "val/pass/8": 0.5, "val/distance": 3.0})
+    await evaluated(store, bad, 0.75, **{"val/winrate": 0.125, "val/pass/8": 0.25, "val/distance": 9.0})
+    tab = await opened(http.url, "checkpoints")
+    order, rows = tab.page.get_by_label("Order"), tab.page.locator(".models tbody tr")
+    best = ["by exact", "by pass@8", "by winrate", "by distance, highest first", "by distance, lowest first"]
+    await expect(order.locator("option")).to_have_text(["newest first", "largest first", *best])
+    firsts = {"by winrate": good, "by exact": bad, "by distance, lowest first": good, "by distance, highest first": bad}
+    for label, first in firsts.items():
+        await order.select_option(label=label)
+        await expect(rows.first).to_contain_text(first)
+        await expect(order.locator("option:checked")).to_have_text(label)
+
+
 async def test_models_are_filtered_published_and_compared(opened: Open, http: Http, store: Store) -> None:
     first = await kept(store, await trained(store, id="j-aaaaaaaaaa"), 10, 1000.0, exact=0.125)
     second = await kept(store, await trained(store, id="j-bbbbbbbbbb", start=first), 20, 2000.0)

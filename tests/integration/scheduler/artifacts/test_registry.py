@@ -124,6 +124,13 @@ async def test_a_metric_sorts_by_its_values_in_one_setting(
     assert (answer["metrics"], answer["settings"]) == (["exact"], [on_test, on_train])
 
 
+async def test_many_categories_hide_no_other_metric(http: Any, store: Store, family: list[str]) -> None:
+    categories = {f"val/task/{n:03}/reward": 0.5 for n in range(120)}
+    await evaluated(store, family[0], 0.5, **categories, **{"val/winrate": 0.75, "val/winrate/low": 0.5})
+    _, answer = await http("GET", "/v1/checkpoints")
+    assert answer["metrics"] == ["exact", "winrate", *(f"task/{n:03}/reward" for n in range(98))]
+
+
 async def test_an_evaluation_of_training_counts_as_one_of_an_eval_job(client: AsyncClient, store: Store) -> None:
     validation = {"every": 1, "episodes": 2, "max_tokens": 256}
     job = await trained(store, id="j-aaaaaaaaaa", environment={"name": "bandit"}, validation=validation)
