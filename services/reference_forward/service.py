@@ -42,7 +42,7 @@ from opentinker.shared.runtime.service import Context, first_failure
 from opentinker.shared.runtime.telemetry import CLUSTER, Meters, Reporter
 from opentinker.shared.runtime.timeline import LanesByJob
 from opentinker.shared.runtime.worker_info import worker_info
-from opentinker.shared.spec import parse_spec
+from opentinker.shared.spec import read_stored
 from opentinker.shared.types.core import JobState, Pool
 from opentinker.shared.types.errors import Conflict, JobFailed, NotFound, SpecError
 from opentinker.shared.types.trajectories import Group
@@ -201,7 +201,7 @@ class ReferenceForward:
             record = await self.ctx.store.job(work.group.job)
             if record.state.final:
                 return False
-            spec = parse_spec(record.spec)
+            spec = read_stored(record.spec)
         except NotFound:
             return False
         except SpecError as error:  # stored by another release

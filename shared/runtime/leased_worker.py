@@ -24,7 +24,7 @@ from opentinker.shared.runtime.gpus import visible
 from opentinker.shared.runtime.service import Context, first_failure
 from opentinker.shared.runtime.tracing import trace_id
 from opentinker.shared.runtime.worker_info import worker_info
-from opentinker.shared.spec import JobSpec, parse_spec
+from opentinker.shared.spec import JobSpec, read_stored
 from opentinker.shared.state.usage import metered
 from opentinker.shared.types.core import JobState, Lease, Pool
 from opentinker.shared.types.errors import (
@@ -283,7 +283,7 @@ class LeasedWorker:
                 self.spent, self.leftovers = Counter(), []
                 with structlog.contextvars.bound_contextvars(trace=trace_id(record.trace)):
                     async with metered(self.ctx.store.redis, lease.job, self.spent, cpu=self._cpu):
-                        await self._work(self, lease, parse_spec(record.spec))
+                        await self._work(self, lease, read_stored(record.spec))
             except JobFailed as error:
                 await self._fail(lease, str(error))
             except SpecError as error:  # stored by another release

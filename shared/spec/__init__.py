@@ -12,7 +12,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, ValidationError, mode
 from opentinker.shared.spec import algorithm_parts
 from opentinker.shared.spec.algorithm import AlgorithmSpec
 from opentinker.shared.spec.artifacts import ArtifactSpec, settle_best, settle_kept
-from opentinker.shared.spec.base import SpecPart
+from opentinker.shared.spec.base import STORED, SpecPart
 from opentinker.shared.spec.data import DataSpec, DpoSpec, settle_supervised
 from opentinker.shared.spec.deterministic import broken_promises, cannot_rewind
 from opentinker.shared.spec.engines import settle_lora, settle_shared
@@ -34,6 +34,7 @@ from opentinker.shared.spec.matches.policies import (
     too_many_policies,
     with_job_settings,
 )
+from opentinker.shared.spec.matches.policy_metrics import metric_mistakes
 from opentinker.shared.spec.matches.pools import MAX_POOLS, PoolName, PoolSpec, unknown_pools
 from opentinker.shared.spec.matches.seats import (
     MAX_POLICIES,
@@ -84,6 +85,7 @@ __all__ = [
     "ValidationSpec",
     "ValueModelSpec",
     "parse_spec",
+    "read_stored",
 ]
 
 SIMULATED_IGNORES = {
@@ -258,6 +260,9 @@ class JobSpec(SpecPart):
         found += settle_shared(self)
         return found + broken_promises(self) + cannot_rewind(self) + contradictions(self)
 
+    def mistakes_at_submission(self) -> list[dict[str, Any]]:
+        return metric_mistakes(self)
+
     def _settle_learning(self) -> list[dict[str, Any]]:
         """Return mistakes between [model], [algorithm] and [train], of the job or of a policy."""
         found = []
@@ -347,13 +352,19 @@ MAX_MISTAKES = 100
 """Mistakes of a spec that are reported: each unknown setting is compared with all settings."""
 
 
-def parse_spec(data: Any) -> JobSpec:
+def read_stored(data: Any) -> JobSpec:
+    """Return the spec of a job that was accepted once, maybe by an earlier release: what only a submission is refused
+    for is no mistake in it. Raises SpecError."""
+    return parse_spec(data, stored=True)
+
+
+def parse_spec(data: Any, *, stored: bool = False) -> JobSpec:
     """Validate plain data. Raises SpecError with one entry per mistake: field, value, problem, maybe a suggestion; of
-    more than MAX_MISTAKES the first ones."""
+    more than MAX_MISTAKES the first ones. `stored`: see `read_stored`."""
     if isinstance(data, dict) and data.get("sweep", data) is None:
         data = {name: value for name, value in data.items() if name != "sweep"}
     try:
-        return JobSpec.model_validate(data)
+        return JobSpec.model_validate(data, context=STORED if stored else None)
     except ValidationError as error:
         found = _once([one for item in error.errors(include_url=False) for one in mistakes_of(item)])
     if len(found) > MAX_MISTAKES:

@@ -5,7 +5,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 
 from opentinker.shared.types.mistakes import Mistakes, mistakes_of, without_branches
 
@@ -24,6 +32,8 @@ Coefficient = Annotated[float, Field(ge=0.0, le=1e6)]
 Factor = Annotated[float, Field(gt=0.0, le=1e6)]
 Seconds = Annotated[float, Field(gt=0.0, le=31_536_000.0)]
 """At most a year."""
+STORED = "stored"
+"""Context of a validation: the spec was accepted once, maybe by an earlier release."""
 
 
 class SpecPart(BaseModel):
@@ -47,6 +57,10 @@ class SpecPart(BaseModel):
         """Fills in what follows from other fields; returns what is wrong between fields right in themselves."""
         return []
 
+    def mistakes_at_submission(self) -> list[dict[str, Any]]:
+        """Return what is wrong in a spec that is submitted, and no reason not to read one that was accepted once."""
+        return []
+
     @classmethod
     def stand_ins(cls, data: dict[str, Any], wrong: set[Any]) -> dict[str, Any]:
         """Return what takes the place of fields that are wrong."""
@@ -54,7 +68,7 @@ class SpecPart(BaseModel):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _every_mistake(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+    def _every_mistake(cls, data: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
         """Fields that are wrong in themselves do not hide the others' contradictions: those are judged without them."""
         wrong = cls.written(data) if isinstance(data, dict) else []
         names: set[Any] = set()
@@ -72,6 +86,8 @@ class SpecPart(BaseModel):
             except ValidationError:  # a required field is wrong: the others cannot be judged
                 raise Mistakes(wrong) from None
         judged = part.resolve()  # of what is wrong in itself, its stand-in was judged
+        if info.context != STORED:
+            judged += part.mistakes_at_submission()
         mistakes = wrong + [mistake for mistake in judged if mistake["field"].partition(".")[0] not in names]
         if mistakes:
             raise Mistakes(mistakes)

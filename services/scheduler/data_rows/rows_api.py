@@ -28,7 +28,7 @@ from opentinker.shared.data.rendered_rows import FileRows, RenderedRows, RowsToR
 from opentinker.shared.messaging.bus import NoResponders
 from opentinker.shared.messaging.subjects import ENV_ROWS, SANDBOX_ROWS
 from opentinker.shared.security.authorization import Action
-from opentinker.shared.spec import JobSpec, parse_spec
+from opentinker.shared.spec import JobSpec, read_stored
 from opentinker.shared.spec.matches.policies import spec_of
 from opentinker.shared.types.core import JobRecord
 from opentinker.shared.types.env_protocol import SERVED, EnvRows, EnvRowsReply, is_url
@@ -112,7 +112,7 @@ class RowsApi:
         For rl and eval jobs whose environment has a data set, and for sft and dpo jobs, which play no row."""
         whole = await self.jobs.undeleted(request)
         part, wanted = self.jobs.part(request, whole), RowsQuery.of(request)
-        spec = parse_spec(whole.spec)
+        spec = read_stored(whole.spec)
         if spec.kind not in ("rl", "eval", "sft", "dpo"):
             raise NotFound(
                 f"job {whole.id} is of kind {spec.kind}, and has no rows: only rl, eval, sft and dpo jobs have"

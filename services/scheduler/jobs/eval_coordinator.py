@@ -31,7 +31,7 @@ from opentinker.shared.messaging.bus import NoReply, StreamFull
 from opentinker.shared.messaging.stored_messages import required_stream
 from opentinker.shared.messaging.subjects import EXAM, EXAM_RESULT, WAKE
 from opentinker.shared.runtime.service import Context
-from opentinker.shared.spec import parse_spec
+from opentinker.shared.spec import read_stored
 from opentinker.shared.types.core import HELD, JobRecord, JobState, WeightVersion
 from opentinker.shared.types.error_text import error_sentence
 from opentinker.shared.types.errors import Conflict, NotFound
@@ -99,7 +99,7 @@ class Evaluation:
     ) -> None:
         self._lost_s = lost_s
         self.ctx, self.leader, self.job, self.version = ctx, leader, job, version
-        self.plan = parse_spec(job.spec).evaluation
+        self.plan = read_stored(job.spec).evaluation
         self.home: Path = ctx.settings.data_dir / "jobs" / job.id
         self._results: dict[int, EvalResult] = {}
         self._failed: list[EvalResult] = []

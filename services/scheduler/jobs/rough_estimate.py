@@ -14,7 +14,7 @@ from opentinker.shared.api_types import JobEstimate
 from opentinker.shared.config import Settings
 from opentinker.shared.data.pipeline_simulation import WARM_UP, Pools, Work, predict
 from opentinker.shared.data.round_figures import CPU, GPU, known_parameters, parameters_text
-from opentinker.shared.spec import DataSpec, JobSpec, parse_spec
+from opentinker.shared.spec import DataSpec, JobSpec, read_stored
 from opentinker.shared.spec.matches.policies import spec_of
 from opentinker.shared.types.errors import SpecError, plural
 
@@ -79,7 +79,7 @@ def _ratios(measured: Sequence[Measured]) -> Iterator[float]:
     """Yield by how much longer than by round figures a step of each job took."""
     for one in measured:
         try:
-            spec = parse_spec(one.job.spec)
+            spec = read_stored(one.job.spec)
         except SpecError:  # of an earlier release, which this one would refuse: it tells nothing
             continue
         if found := _step(spec, max(one.job.step, one.job.steps)):

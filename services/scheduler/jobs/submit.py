@@ -72,15 +72,17 @@ async def submit(
     key: str = "",
     trace: str = "",
     leader: int = UNFENCED,
+    stored: bool = False,
 ) -> tuple[str, bool]:
-    """`key` and `trace` as in JobRecord; `leader`: number of the leadership that the job is submitted under.
+    """`key` and `trace` as in JobRecord; `leader`: number of the leadership that the job is submitted under; `stored`:
+    the spec is of a sweep that was accepted, maybe by an earlier release.
 
     Returns the job's id and whether an equal request with the same key had made it before.
 
     Equal is what is written, with its defaults: what the checks read may have changed or gone since then.
     Raises SpecError with every mistake, Conflict if the key was used for another spec; Fenced: another scheduler leads.
     """
-    spec, body_hash, mistakes = await asyncio.to_thread(_read, data)  # a body may hold 100,000 names
+    spec, body_hash, mistakes = await asyncio.to_thread(_read, data, stored)  # a body may hold 100,000 names
     if spec is not None and idempotency and not mistakes:
         made = await ctx.store.find_idempotent(tenant, idempotency, body_hash)
         if made is not None:
@@ -140,11 +142,11 @@ def kept_idle_s(spec: JobSpec, settings: Settings) -> float | None:
     return settings.inference_idle_s + (spec.serving.sleep_s or 0.0)
 
 
-def _read(data: Any) -> tuple[JobSpec | None, str, Mistakes]:
+def _read(data: Any, stored: bool) -> tuple[JobSpec | None, str, Mistakes]:
     """The spec, if it is one, and its hash, if it can be stored."""
     spec: JobSpec | None = None
     try:
-        spec = parse_spec(data)
+        spec = parse_spec(data, stored=stored)
         text = orjson.dumps(spec.model_dump(mode="json"), option=orjson.OPT_SORT_KEYS)
     except SpecError as error:
         return None, "", error.mistakes

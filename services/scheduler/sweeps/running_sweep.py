@@ -20,7 +20,7 @@ from opentinker.services.scheduler.sweeps.messages import tell_end, tell_target
 from opentinker.services.scheduler.sweeps.metric_names import absent_metric
 from opentinker.services.scheduler.sweeps.trial_jobs import cancel_job, job_key, submitted_job
 from opentinker.shared.runtime.service import Context
-from opentinker.shared.spec import parse_spec
+from opentinker.shared.spec import read_stored
 from opentinker.shared.spec.sweeps.children import child_of, combinations, named
 from opentinker.shared.spec.sweeps.table import SweepTable
 from opentinker.shared.state.keys import KeyStore
@@ -276,9 +276,8 @@ class RunningSweep:
             return self._refuse(trial, job, error)
         sweep, key = self.sweep, job_key(self.id, trial.number, trial.jobs.index(job))
         try:
-            job.id, _ = await submit(
-                self.ctx, spec, sweep.tenant, key, key=sweep.key, trace=sweep.trace, leader=self.leader
-            )
+            same = {"key": sweep.key, "trace": sweep.trace}
+            job.id, _ = await submit(self.ctx, spec, sweep.tenant, key, **same, leader=self.leader, stored=True)
         except (SpecError, Conflict) as error:
             now = time.time()
             self._refused_since = self._refused_since or now
@@ -293,7 +292,7 @@ class RunningSweep:
         labels = {"name": sweep.name, "project": sweep.project, "tags": sweep.tags, "notes": sweep.notes}
         spec = child_of(self.table, {**sweep.base, **labels}, trial.settings, job.seed)
         spec = named(spec, self.id, trial.number, trial.settings, job.seed)
-        parse_spec(spec)
+        read_stored(spec)
         if not self.table.notify_jobs:
             spec.pop("notify", None)
         return spec

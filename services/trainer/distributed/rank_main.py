@@ -45,7 +45,7 @@ from opentinker.services.trainer.learners.policy_model import PolicyModel
 from opentinker.services.trainer.learners.rl import RlLearner
 from opentinker.services.trainer.learners.sft import SftLearner
 from opentinker.shared.runtime.parent_death import set_death_signal
-from opentinker.shared.spec import JobSpec, parse_spec
+from opentinker.shared.spec import JobSpec, read_stored
 from opentinker.shared.types import codec
 from opentinker.shared.types.errors import JobFailed
 
@@ -139,7 +139,7 @@ class Rank:
         if self._learner is not None:
             self._learner.close()
         self._learner = None  # its memory is needed
-        learner = make_learner(parse_spec(orjson.loads(command.spec)), self._process_group)
+        learner = make_learner(read_stored(orjson.loads(command.spec)), self._process_group)
         learner.total_steps = command.total_steps
         checkpoint = None if command.checkpoint is None else Path(command.checkpoint)
         if checkpoint is None or command.resume:

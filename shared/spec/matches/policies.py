@@ -11,7 +11,6 @@ from pydantic import Field, TypeAdapter, ValidationError
 from opentinker.shared.spec.algorithm import AlgorithmSpec
 from opentinker.shared.spec.base import Ranks, SpecPart, Steps
 from opentinker.shared.spec.frozen_models import TeacherSpec, ValueModelSpec, frozen_models_of
-from opentinker.shared.spec.matches.policy_metrics import metric_mistakes
 from opentinker.shared.spec.matches.pools import settle_pools
 from opentinker.shared.spec.matches.schedules import DEFAULT_GROWTH, ScheduleName, settle_schedule, steps_may_differ
 from opentinker.shared.spec.matches.seats import MAX_POLICIES, PolicyName, all_players, seat_mistakes
@@ -219,7 +218,7 @@ def settle_policies(spec: JobSpec) -> list[Mistake]:
             found.append(mistake("seats", list(spec.seats), f"gives policy {name!r} no seat"))
     for name, policy in spec.policies.items():
         found += _policy_mistakes(spec, name, policy)
-    return found + _absent_parts(spec) + metric_mistakes(spec)
+    return found + _absent_parts(spec)
 
 
 def _policy_mistakes(spec: JobSpec, name: str, policy: PolicySpec) -> list[Mistake]:

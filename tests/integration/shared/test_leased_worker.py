@@ -11,13 +11,14 @@ import msgspec
 import pytest
 
 from opentinker.shared.messaging.bus import Bus
+from opentinker.shared.spec import parse_spec
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobState, Lease, Pool
 from opentinker.shared.types.errors import Fenced, JobFailed, OpenTinkerError
 from opentinker.shared.types.workers import WorkerInfo
 from tests.conftest import WAIT_S, soon, until
 from tests.integration.shared.lease_bench import Bench, at_the_bench
-from tests.support.factories import make_spec
+from tests.support.factories import make_spec, refusals
 
 
 @pytest.fixture
@@ -34,6 +35,15 @@ async def test_lease_is_taken_and_left(bench: Bench) -> None:
     await bench.seen(("began", "a", 1), ("left", "a", 1))
     await bench.status("idle")
     assert bench.worker.info.job is None
+
+
+async def test_a_job_of_an_earlier_release_begins_with_names_that_are_refused_now(bench: Bench) -> None:
+    plain = make_spec(policies={"p": {}}, seats={"*": "p"}).model_dump(mode="json")
+    plain["train"]["target"] = {"p/reward/mean": 1.0}
+    assert "train.target.p/reward/mean" in refusals(parse_spec, plain)
+    await bench.ctx.store.create_job(id="c", spec=plain, tenant="t")
+    await bench.ctx.store.transition("c", JobState.STARTING)
+    await bench.begin("c")
 
 
 async def test_an_unused_worker_says_so_and_ends(bus: Bus, store: Store) -> None:

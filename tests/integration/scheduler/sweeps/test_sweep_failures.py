@@ -23,7 +23,7 @@ from opentinker.shared.types.core import JobState
 from opentinker.shared.types.errors import Fenced, SpecError
 from opentinker.shared.types.sweeps import Trial
 from tests.conftest import NewContext, soon, until
-from tests.support.api import Http, bearing, new_key_of
+from tests.support.api import SPEC, Http, bearing, new_key_of
 from tests.support.factories import make_spec
 from tests.support.scheduling import built_with, scheduler
 from tests.support.sweeps import SKILL, ends, jobs_of, play, play_all, skill, submitted, swept
@@ -60,6 +60,23 @@ async def test_a_killed_scheduler_resumes_a_sweep(http: Http, ctx: Context, new_
         over = await play_all(second, again, sweep, lambda spec: [skill(spec)] * 3)
     assert over["state"] == "succeeded" and over["jobs"] == 3, "no job was submitted twice"
     assert over["all_trials"][0]["jobs"][0]["id"] == before[0]["id"]
+
+
+async def test_a_sweep_of_an_older_release_goes_on_with_names_that_are_refused_now(
+    http: Http, ctx: Context, new_context: NewContext
+) -> None:
+    sweep = await submitted(http, max_running=1)
+    (first,) = await until(lambda: jobs_of(http, sweep), len)
+    ctx.stopping.set()
+    await until(lambda: not ctx.detail["leads"])
+    target = {"p/reward/mean": 9.0}
+    base = {**swept(), "policies": {"p": {}}, "seats": {"*": "p"}, "train": {**SPEC["train"], "target": target}}
+    del base["sweep"]
+    await ctx.store.redis.hset(f"sweep:{sweep}", "base", orjson.dumps(base))
+    async with another_leader(new_context, ctx, http) as (second, again):
+        await play(second, first["id"], [0.5])
+        jobs = await until(lambda: jobs_of(again, sweep), lambda found: len(found) == 2)
+        assert (await second.store.job(jobs[1]["id"])).spec["train"]["target"] == target
 
 
 SPEC_OF = RunningSweep._spec

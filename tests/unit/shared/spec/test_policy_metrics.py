@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from opentinker.shared.spec import parse_spec
+from opentinker.shared.spec import parse_spec, read_stored
 from opentinker.shared.spec.sweeps.children import parse_sweep
 from opentinker.shared.types.metric_names import meant_metric, split_policy
 from tests.support.factories import refusals
@@ -90,3 +90,17 @@ def test_metrics_without_a_policy_are_left_alone() -> None:
     assert meant_metric("val/rating/a", ["a/val/rating", "b/val/rating"]) == "a/val/rating"
     assert meant_metric("val/winrate/a/b/low", ["a/val/winrate/b/low"]) == "a/val/winrate/b/low"
     assert meant_metric("val/exakt", ["val/exact"]) == "val/exact" and meant_metric("x", []) is None
+
+
+def test_a_job_that_was_accepted_is_read_whatever_names_it_has() -> None:
+    wrong = {"train": {"steps": 10, "target": {"listener/reward/mean": 0.5}}}
+    own = {"speaker": {"train": {"target": {"speaker/val/rating": 9}}}, "listener": {}}
+    told = {**HOOK, "target": {"metric": "reward/mean", "above": 0.5}}
+    kept = {"keep_best": 1, "best_metric": "val/winrate/speaker/random"}
+    changes = {**wrong, "policies": own, "notify": [told], "artifacts": kept, "validation": EVALUATED}
+    assert len(refused(**changes)) == 4
+    plain = read_stored({**BASE, **changes}).model_dump(mode="json")
+    assert plain["artifacts"]["best_metric"] == kept["best_metric"]
+    assert read_stored(plain).model_dump(mode="json") == plain
+    unknown = {**BASE, **changes, "seats": {"speaker": "speaker", "listener": "x"}}
+    assert refusals(read_stored, unknown).keys() == {"seats", "seats.listener"}, "what cannot be run is refused"
