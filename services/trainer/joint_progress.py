@@ -76,6 +76,8 @@ class JointProgress:
         """Where the policies of a deterministic job resume, once the first of them has looked."""
         self.sweeping = threading.Lock()
         """Held while a policy's expired checkpoints are removed: others look for those that all have."""
+        self._pools: dict[str, str] = {}
+        """The policy whose versions are in each pool."""
         self.ratings = JobRatings()
         self.rates = False
         """Whether anything shows ratings: evaluations or pools."""
@@ -89,7 +91,8 @@ class JointProgress:
         steps = {name: one.train.steps for name, one in own.items()}
         batches = {name: one.algorithm.groups_per_batch for name, one in own.items()}
         joint = cls(spec.train.steps, steps, rule_of(spec), batches)
-        joint.ratings = JobRatings(spec.policies, {name: pool.policy or "" for name, pool in spec.pools.items()})
+        joint._pools = {name: pool.policy or "" for name, pool in spec.pools.items()}
+        joint.ratings = JobRatings(spec.policies, joint._pools)
         joint.rates = spec.validation is not None or bool(spec.pools)
         by_alarm = any(one.train.rewind_on for one in own.values())
         joint.goes_back_together = (
@@ -156,16 +159,23 @@ class JointProgress:
 
     def is_gone(self, group: Group) -> bool:
         """Return whether another policy has played the group, or would have in a seat without a turn, with weights from
-        which it was rolled back, where all policies train on every match: that one discards it too."""
-        if not self.rule.trains_together:
-            return False
+        which it was rolled back, or a member of a pool has that is such a version. Under every schedule: the policy
+        would learn to answer weights that nobody has any more."""
         met = ((name, one.version) for match in group.matches for name, one in match.opponents.items())
-        reported = [(name, WeightVersion.parse(version)) for name, version in met if name in self._resumed]
+        reported = [(name, WeightVersion.parse(version)) for name, version in met if self._policy_of(name) is not None]
         return any(
             version.epoch < epoch and version.step > step
             for name, version in (*group.newest_opponents.items(), *reported)
-            for epoch, step in self._resumed.get(name, {}).items()
+            if (policy := self._policy_of(name)) is not None
+            for epoch, step in self._resumed.get(policy, {}).items()
         )
+
+    def _policy_of(self, player: str) -> str | None:
+        """Return the policy that a player is, or was when it became a member of a pool; None of all others."""
+        if player in self._resumed:
+            return player
+        pool, has_version, _ = player.rpartition("@")
+        return self._pools.get(pool) if has_version else None
 
     def release(self, policy: str, floor: int) -> int:
         """A checkpoint of the policy accounts for the stream up to `floor`. Returns up to where all policies do."""

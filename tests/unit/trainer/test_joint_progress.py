@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
+from opentinker.services.trainer.batch.assembler import Assembler
 from opentinker.services.trainer.joint_progress import JointProgress
 from opentinker.shared.evaluation.job_ratings import JobRatings
+from opentinker.shared.spec import JobSpec
+from opentinker.shared.spec.matches.policies import spec_of
 from opentinker.shared.spec.matches.schedules import Rule
-from opentinker.shared.types.core import WeightVersion
+from opentinker.shared.types.core import Discard, WeightVersion
 from opentinker.shared.types.match_results import IdleSeat
 from opentinker.shared.types.trajectories import Group
-from tests.support.factories import make_group
+from tests.support.factories import group_of, make_group, make_spec, make_trajectory, version
+
+ALTERNATE: dict[str, Any] = {"schedule": "alternate", "alternate_steps": 3}
+LOCKSTEP: dict[str, Any] = {"schedule": "lockstep"}
+
+
+def two_policies(**changes: Any) -> JobSpec:
+    lockstep = {"algorithm__max_staleness": 0} if changes.get("match") == LOCKSTEP else {}
+    seats = {"one": "a", "two": "b"}
+    return make_spec(policies={"a": {}, "b": {}}, seats=seats, train__steps=40, **lockstep, **changes)
 
 
 def test_the_job_s_step_is_that_of_its_slowest_policy() -> None:
@@ -140,9 +153,12 @@ async def test_results_of_before_are_counted_once_all_policies_have_resumed() ->
     assert joint.ratings._trained == {("b@1.5", "bot:x"): (2.0, 0.0, 0.0)}
 
 
+@pytest.mark.parametrize("schedule", [{}, {"schedule": "drop"}, {"schedule": "grow"}, ALTERNATE, LOCKSTEP])
 @pytest.mark.parametrize("acted", ["a", "b"])
-def test_a_group_is_gone_whose_other_policy_was_rolled_back_with_or_without_a_turn(acted: str) -> None:
-    joint = JointProgress(40, {"a": 40, "b": 40})
+def test_a_group_is_gone_whose_other_policy_was_rolled_back_with_or_without_a_turn(
+    schedule: dict[str, Any], acted: str
+) -> None:
+    joint = JointProgress.of(two_policies(match=schedule))
     joint.restore("a", 30)
     joint.restore("b", 20, {1: 0, 2: 20})
 
@@ -152,3 +168,40 @@ def test_a_group_is_gone_whose_other_policy_was_rolled_back_with_or_without_a_tu
         return make_group(seat="one", policy=acted, versions=[version], idle=idle).of("a")
 
     assert [joint.is_gone(played(step)) for step in (20, 30)] == [False, True]
+
+
+@pytest.mark.parametrize("policies", [1, 2])
+def test_a_group_is_gone_that_met_a_member_from_which_the_policy_of_its_pool_was_rolled_back(policies: int) -> None:
+    seats = {"one": "a", "two": {"pool": "past"}} | ({"three": "b"} if policies == 2 else {})
+    pools = {"past": {"policy": "a", "every": 10}}
+    named: dict[str, Any] = {name: {} for name in "ab"[:policies]}
+    joint = JointProgress.of(make_spec(policies=named, seats=seats, pools=pools, train__steps=40))
+    learner = "ab"[policies - 1]
+
+    def met(step: int, seat: str = "one") -> Group:
+        version = WeightVersion(1, step)
+        member = make_trajectory(seat="two", policy=f"past@{version}", versions=[version])
+        own = make_trajectory(seat=seat, policy=learner, versions=[WeightVersion(1, 0)])
+        return group_of([own, member], 0, "j-test").of(learner)
+
+    assert not joint.is_gone(met(30)), "nobody has resumed yet"
+    joint.restore("a", 20, {1: 0, 2: 20})
+    if policies == 2:
+        joint.restore("b", 30, {1: 0, 2: 30})
+    assert [joint.is_gone(met(step)) for step in (20, 30)] == [False, True]
+    other = make_trajectory(seat="two", policy="past@https://models.example/v1", versions=[WeightVersion(0, 0)])
+    assert not joint.is_gone(group_of([met(20).trajectories[0], other], 0, "j-test").of(learner))
+
+
+def test_a_match_against_weights_that_were_rolled_back_is_discarded_by_those_who_stay() -> None:
+    spec = two_policies(match={"schedule": "drop"})
+    joint = JointProgress.of(spec)
+    joint.restore("a", 3, {1: 0, 2: 3})
+    joint.restore("b", 2, {1: 0, 2: 2})
+    assembler = Assembler.of(spec_of(spec, "a"), 2, joint)
+    assembler.resumed = {1: 0, 2: 3}
+    for seq, step in enumerate((2, 3)):
+        seats = [("one", "a", 3), ("two", "b", step)]
+        views = [make_trajectory(seat=seat, policy=name, versions=[version(at)]) for seat, name, at in seats]
+        assembler.add(seq + 1, group_of(views, seq, "j-test").of("a"))
+    assert assembler.drop(3) == {Discard.FROM_FUTURE: [1]} and len(assembler.pending) == 1
