@@ -11,6 +11,7 @@ from opentinker.services.rollout_worker.engines.base import Engine
 from opentinker.services.rollout_worker.renderer import Renderer
 from opentinker.services.rollout_worker.url_player import UrlPlayer
 from opentinker.shared.spec import JobSpec, SeatSpec
+from opentinker.shared.spec.matches.opposition import has_rivals
 from opentinker.shared.spec.matches.pools import pool_player
 from opentinker.shared.spec.matches.seats import bots_of, opposed, player_at, rotated
 from opentinker.shared.types.core import WeightVersion
@@ -99,12 +100,15 @@ class SeatMap:
         return None if player.player is None else self._players[player.player]
 
     def split_seats(self, policy: str, seats: Iterable[str]) -> tuple[list[str], list[str]]:
-        """Return which of these seats the policy plays, and which its opponents do: all others or, in an evaluation
-        against one opponent, those that it has taken."""
+        """Return which of these seats the policy plays, and which its opponents do: in an evaluation against one
+        opponent those that it has taken, otherwise those of other policies and pools, or all others if there are none
+        of these."""
         own = {seat for seat in seats if (player := self.at(seat)) is not None and player.name == policy}
         others = [seat for seat in seats if seat not in own]
         if self._opponent is not None:
             others = [seat for seat in others if player_at(self._seats, seat) is self._opponent]
+        elif has_rivals(self._seats, policy):
+            others = [seat for seat in others if (entry := player_at(self._seats, seat)) and not entry.is_fixed]
         return [seat for seat in seats if seat in own], others
 
     def has_others(self, policy: str) -> bool:

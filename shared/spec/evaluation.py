@@ -11,7 +11,7 @@ from pydantic import Field
 
 from opentinker.shared.spec.base import SpecPart, Steps, Tokens
 from opentinker.shared.spec.matches.pools import PoolName
-from opentinker.shared.spec.matches.seat_lists import list_of
+from opentinker.shared.spec.matches.seat_lists import are_team
 from opentinker.shared.spec.matches.seats import MODEL_NAME_CHARACTERS, PLAYERS, PolicyName, SeatSpec, player_at
 from opentinker.shared.spec.serving import nothing_trained
 from opentinker.shared.types.match_results import BOT
@@ -231,10 +231,9 @@ def ambiguous_opponents(spec: JobSpec, there: Sequence[str]) -> list[Mistake]:
     for name, algorithm in tables.items():
         mine = [seat for seat, player in players.items() if (player.policy if player else "") == name]
         others = {seat: player for seat, player in players.items() if seat not in mine}
-        teams = {list_of(algorithm.team or {}, seat) for seat in mine}
-        is_team = len(teams) == 1 and None not in teams
-        is_fixed = all(player is not None and not player.policy and not player.pool for player in others.values())
-        if len(mine) > 1 and others and is_fixed and not is_team and validation.opponents_of(name):
+        is_team = are_team(algorithm.team or {}, mine)
+        are_fixed = all(player is not None and player.is_fixed for player in others.values())
+        if len(mine) > 1 and others and are_fixed and not is_team and validation.opponents_of(name):
             who = f"policy {name!r}" if name else "the policy"
             problem = (
                 f"would take {', '.join(map(repr, others))}, while {who} plays {', '.join(map(repr, mine))} against "

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -20,6 +20,8 @@ FILE = "matches.jsonl"
 BOT = "bot:"
 """Begins the name of a scripted player, which may be called as a policy is."""
 DRAWN = 0.5
+Opposes = Callable[[str, set[str]], bool]
+"""Says of a player, by its name in results, whether it is an opponent of a policy that plays these seats of a match."""
 ROUNDING = 1e-12
 """Rewards that are nearer to each other, absolutely or relatively, are equal."""
 
@@ -72,6 +74,11 @@ def alike(rewards: Sequence[float]) -> bool:
     return math.isclose(min(rewards), max(rewards), rel_tol=ROUNDING, abs_tol=ROUNDING)
 
 
+def anybody(player: str, own: set[str]) -> bool:
+    """Return True: all others are opponents."""
+    return True
+
+
 def match_of(
     policy: str,
     group: int,
@@ -81,9 +88,10 @@ def match_of(
     *,
     rewards: Mapping[str, float],
     bots: Mapping[str, float],
+    opposes: Opposes = anybody,
 ) -> MatchResult | None:
     """Return the result of a policy; None if it has no seat. `acted`: player, seat and weights of each view of the
-    match; `rewards`: of their seats; `idle`, `bots`: see `Trajectory`."""
+    match; `rewards`: of their seats; `idle`, `bots`: see `Trajectory`; `opposes`: which of the others count."""
     rewards = {**rewards, **{seat: one.reward for seat, one in idle.items()}}
     seats: dict[str, set[str]] = {}
     versions: dict[str, list[WeightVersion]] = {}
@@ -98,6 +106,7 @@ def match_of(
         name: Opponent(outcome=_outcome(mine, mean), version=str(min(versions[name]))) for name, mean in means.items()
     }
     met |= {f"{BOT}{name}": Opponent(outcome=_outcome(mine, mean)) for name, mean in bots.items()}
+    met = {name: one for name, one in met.items() if opposes(name, seats[policy])}
     own = str(min(versions[policy]))
     return MatchResult(group=group, sample=sample, version=own, rewards=rewards, opponents=met)
 

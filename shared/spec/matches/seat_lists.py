@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Annotated, Any
 
@@ -30,6 +30,12 @@ def list_of(lists: Mapping[str, list[str]], seat: str) -> str | None:
     own = (name for name, entries in lists.items() if seat in entries)
     matching = (name for name, entries in lists.items() if any(fnmatchcase(seat, entry) for entry in entries))
     return next(own, next(matching, None))
+
+
+def are_team(teams: Mapping[str, list[str]], seats: Iterable[str]) -> bool:
+    """Return whether all these seats are in one team."""
+    found = {list_of(teams, seat) for seat in seats}
+    return len(found) == 1 and None not in found
 
 
 def settle_lists(field: str, lists: Mapping[str, list[str]]) -> list[dict[str, Any]]:

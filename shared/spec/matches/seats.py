@@ -109,6 +109,11 @@ class SeatSpec(UrlSettings):
             return f"{self.model}@{self.url}"
         return pool_player(self.pool) if self.pool is not None else self.policy or self.frozen
 
+    @property
+    def is_fixed(self) -> bool:
+        """Whether it always plays alike: a bot, a checkpoint or a model behind a URL."""
+        return self.policy is None and self.pool is None
+
     @field_validator("model", mode="wrap")
     @classmethod
     def _table_or_name(cls, value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
@@ -315,7 +320,7 @@ def opposed(seats: Mapping[str, SeatSpec], policy: str, opponent: SeatSpec, plac
     if len(mine) == len(seats):
         mine = [mine[place % len(mine)]]
     others = [seat for seat in seats if seat not in mine]
-    changing = [seat for seat in others if seats[seat].policy is not None or seats[seat].pool is not None]
+    changing = [seat for seat in others if not seats[seat].is_fixed]
     return {seat: opponent if seat in (changing or others) else player for seat, player in seats.items()}
 
 

@@ -75,6 +75,19 @@ def test_a_judge_that_keeps_its_seat_is_nobody_s_opponent() -> None:
         assert outcome_of(episode, "a") == outcome
 
 
+@pytest.mark.parametrize("judge", [{"bot": "perfect"}, {"frozen": "j-0123456789@7"}])
+def test_a_judge_is_nobody_s_opponent_where_the_players_of_the_seats_play(judge: dict[str, Any]) -> None:
+    seats = {"first": "a", "second": "b", "judge": judge}
+    spec = parse_spec({**GAME, "environment": {"name": "debate"}, "seats": seats, "validation": {"every": 5}})
+    players = [*loaded(spec), LoadedPolicy("j-0123456789@7", spec, None, None, True)]  # type: ignore[arg-type]
+    seated = SeatMap(spec, players)
+    for rewards, outcome in (((0.0, 0.0, 1.0), 0.5), ((-1.0, 1.0, -9.0), 0.0), ((1.0, -1.0, 9.0), 1.0)):
+        episode: Any = SimpleNamespace(rewards=dict(zip(seats, rewards, strict=True)), seats=seated)
+        assert outcome_of(episode, "a") == outcome
+    won: Any = SimpleNamespace(rewards={"first": 1.0, "judge": 2.0}, seats=seated)
+    assert outcome_of(won, "a") == 1.0, "the opponent earned nothing"
+
+
 def test_kept_episodes_are_shared_among_opponents() -> None:
     against = [{"bot": "random"}, {"bot": "equilibrium"}]
     spec = parse_spec({**GAME, "validation": {"every": 5, "episodes": 100, "transcripts": 8, "against": against}})

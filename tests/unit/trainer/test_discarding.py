@@ -9,7 +9,7 @@ from typing import Any
 from opentinker.services.trainer.batch.assembler import Assembler
 from opentinker.services.trainer.intake import Intake
 from opentinker.shared.types.core import Discard, WeightVersion
-from tests.support.factories import make_group
+from tests.support.factories import make_group, make_spec
 
 
 async def test_a_step_that_ends_meanwhile_changes_no_number_and_a_checkpoint_waits() -> None:
@@ -27,7 +27,7 @@ async def test_a_step_that_ends_meanwhile_changes_no_number_and_a_checkpoint_wai
     async def emit(*_: object, **__: object) -> None: ...
 
     lease, bus = SimpleNamespace(job="j"), SimpleNamespace(emit=emit)
-    reporter: Any = SimpleNamespace(ctx=SimpleNamespace(bus=bus), lease=lease, policy="a")
+    reporter: Any = SimpleNamespace(ctx=SimpleNamespace(bus=bus), lease=lease, policy="a", spec=make_spec())
     admission: Any = SimpleNamespace(discard=discard)
     joint: Any = SimpleNamespace(rests=lambda _: False, watch=lambda _: None)
     assembler = Assembler(max_staleness=1, epoch=1, keep=1)
