@@ -1,178 +1,29 @@
-"""Evaluations: what they measure, that one version of the weights plays them whole, and that they come to an end."""
+"""Evaluations: that one version of the weights plays them whole, and that they come to an end."""
 
 from __future__ import annotations
 
 import asyncio
-import math
 import uuid
 from typing import Any
 
-import numpy as np
 import orjson
 import pytest
 
-from opentinker.services.scheduler.jobs.tickets import ticket_seed
-from opentinker.services.trainer.batch.batch_metrics import batch_metrics
 from opentinker.services.trainer.eval_scheduler import EvalScheduler
 from opentinker.services.trainer.job_reporter import JobReporter
 from opentinker.services.trainer.learners.base import EmptySnapshot, SimulatedLearner
-from opentinker.shared.evaluation.validation_metrics import Z95, interval, rate_interval, validation_metrics
+from opentinker.shared.evaluation.validation_metrics import validation_metrics
 from opentinker.shared.messaging.subjects import EXAM, EXAM_RESULT
 from opentinker.shared.runtime.service import Context
-from opentinker.shared.spec import JobSpec, parse_spec
-from opentinker.shared.spec.evaluation import validation_episodes
-from opentinker.shared.types.core import Ending, Lease, Message, Pool, StopReason, WeightVersion
-from opentinker.shared.types.errors import JobFailed, SpecError
+from opentinker.shared.spec import JobSpec
+from opentinker.shared.types.core import Ending, Lease, Message, Pool, WeightVersion
+from opentinker.shared.types.errors import JobFailed
 from opentinker.shared.types.evaluation import EvalEpisode, EvalResult, exam_seed
 from tests.conftest import WAIT_S, soon, until
-from tests.support.factories import V0, group_of, make_spec, trajectory_of
-from tests.support.lineage import undocumented
+from tests.support.factories import V0, make_result, make_spec
 from tests.support.scheduling import kinds, running
 
 V = WeightVersion
-
-
-def result(index: int = 0, version: WeightVersion = V0, **changes: Any) -> EvalResult:
-    fields: dict[str, Any] = {
-        "job": "j-val",
-        "version": version,
-        "index": index,
-        "worker": "rollout-0",
-        "sampled_by": [version],
-        "ending": Ending.ENV_DONE,
-        "reward": 1.0,
-        "metrics": {"exact": 1.0},
-        "tokens": 3,
-        "stops": [StopReason.EOS],
-    }
-    return EvalResult(**(fields | changes))
-
-
-# --- numbers --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("right", "n"), [(0, 10), (10, 10), (3, 10), (57, 64), (1, 1)])
-def test_interval_of_a_rate_are_the_rates_that_the_sample_does_not_refute(right: int, n: int) -> None:
-    """Wilson: all p with |p_hat - p| <= z sqrt(p(1 - p)/n), here the roots of the quadratic, by numpy."""
-    share = right / n
-    roots = sorted(np.roots([1 + Z95**2 / n, -(2 * share + Z95**2 / n), share**2]).real)
-    found = rate_interval([1.0] * right + [0.0] * (n - right), n)
-    assert found == pytest.approx(roots, abs=1e-9)
-
-
-def test_interval_of_other_values_is_the_normal_approximation() -> None:
-    values = [0.25, 0.5, 0.5, 1.0, 0.0, 0.75]
-    mean = sum(values) / 6
-    half = 1.959964 * math.sqrt(sum((v - mean) ** 2 for v in values) / 5 / 6)
-    assert interval(values) == pytest.approx((mean - half, mean + half))
-    assert interval([0.25]) is None
-
-
-def test_metrics_leave_failed_episodes_out_of_every_mean_and_count_them() -> None:
-    found = validation_metrics(
-        [
-            result(0, reward=1.0, metrics={"exact": 1.0, "task/easy": 1.0}, tokens=2),
-            result(1, reward=0.5, metrics={"exact": 0.0, "task/easy": 1.0, "tokens": 9.0}, tokens=4),
-            result(2, reward=0.0, metrics={"exact": 0.0, "task/hard": 1.0, "task/easy": 0.0}, components={"form": 0.5}),
-            result(3, ending=Ending.ENV_TIMEOUT, reward=0.0, metrics={}, tokens=0, stops=[]),
-        ],
-        episodes=6,
-    )
-    counts = {name: found[f"val/{name}"] for name in ("episodes", "failed", "missing", "tokens")}
-    assert counts == {"episodes": 3, "failed": 1, "missing": 2, "tokens": 9}
-    assert found["val/reward/mean"] == 0.5 and found["val/exact"] == pytest.approx(1 / 3)
-    assert found["val/env/tokens"] == 9.0, "a name of ours"
-    assert (found["val/task/easy/episodes"], found["val/task/easy/reward"], found["val/task/easy/exact"]) == (
-        2,
-        0.75,
-        0.5,
-    )
-    assert found["val/task/easy/reward/low"] < 0.75 < found["val/task/easy/reward/high"]
-    assert found["val/task/easy/exact/low"] < 0.5 < found["val/task/easy/exact/high"]
-    assert found["val/task/hard/reward"] == 0.0 and found["val/component/form"] == 0.5
-    assert (found["val/ending/env_done"], found["val/ending/env_timeout"]) == (0.75, 0.25)
-    assert found["val/exact/low"] < 1 / 3 < found["val/exact/high"]
-    assert undocumented(set(found)) == []
-
-
-def test_win_rates_are_by_opponent_and_draws_count_half() -> None:
-    """Two opponents, 3 start states with 2 samples each."""
-    outcomes = [*(1.0, 1.0, 0.5, 0.0, 1.0, 1.0), *(0.0, 0.0, 0.5, 0.5, 0.0)]
-    results = [result(i, outcome=won, reward=2 * won - 1) for i, won in enumerate(outcomes)]
-    found = validation_metrics(results, 6, samples=2, opponents=["weak", "strong"])
-    assert (found["val/winrate/weak"], found["val/winrate/strong"]) == pytest.approx((4.5 / 6, (0.0 + 0.5 + 0.0) / 3))
-    counts = [found[f"val/{name}/weak"] for name in ("wins", "draws", "losses")]
-    assert counts == [4.0, 1.0, 1.0] and found["val/draws/strong"] == 2.0
-    assert found["val/winrate/weak/low"] < 0.75 < found["val/winrate/weak/high"]
-    assert found["val/reward/against/weak"] == pytest.approx(0.5)
-    assert (found["val/episodes"], found["val/missing"]) == (11.0, 1.0)
-    assert validation_metrics(results[:6], 6, samples=2)["val/winrate"] == pytest.approx(0.75)
-    twice = [result(i, reward=float(i % 4)) for i in range(8)]
-    both = validation_metrics(twice, 4, opponents=["weak", "strong"])
-    once = validation_metrics(twice[:4], 4)
-    bounds = ("val/reward/mean", "val/reward/low", "val/reward/high")
-    assert [both[name] for name in bounds] == [once[name] for name in bounds], "start states are not doubled"
-    assert not any("winrate" in name for name in validation_metrics([result(0)], 1)), "nobody else plays"
-    assert undocumented(set(found)) == []
-
-
-def test_metrics_of_an_environment_overwrite_none_of_ours() -> None:
-    ours = {"task/easy": 1.0, "task/easy/b": 1.0, "exact": 1.0}
-    names = [
-        *("reward/mean", "reward/low", "episodes", "turns/mean", "ending/env_done", "component/form", "env/exact"),
-        *("exact/low", "reward", "b/episodes", "response_length/median"),
-    ]
-    plain = validation_metrics([result(0, metrics=ours, components={"form": 1.0})], 1)
-    odd = {**ours, **dict.fromkeys(names, -9.0)}
-    found = validation_metrics([result(0, metrics=odd, components={"form": 1.0})], 1)
-    assert {name: found[name] for name in plain} == plain
-    assert all(found[f"val/env/{name}"] == -9.0 for name in names if name != "b/episodes")
-    assert found["val/b/episodes"] == found["val/task/easy/env/b/episodes"] == -9.0
-    assert found["val/task/easy/env/reward"] == found["val/task/easy/env/episodes"] == -9.0
-
-
-def test_metrics_of_an_environment_overwrite_none_of_a_batch() -> None:
-    odd = {"loss/policy": -9.0, "reward/median": -9.0, "swap/seconds": -9.0, "exact": 0.5, "grid/exact": 0.25}
-    found = batch_metrics([group_of([trajectory_of([7, 8], [0, 1], metrics=odd)])], V0)
-    for name in ("loss/policy", "reward/median", "swap/seconds"):
-        assert found[f"env/{name}"] == -9.0 and name not in found
-    assert (found["exact"], found["grid/exact"]) == (0.5, 0.25)
-
-
-def test_evaluation_without_any_episode_has_counts_only() -> None:
-    found = validation_metrics([], episodes=2)
-    assert found == {"val/episodes": 0, "val/failed": 0, "val/missing": 2, "val/tokens": 0}
-
-
-def test_start_states_are_never_those_of_training() -> None:
-    training = {ticket_seed(0, position) for position in range(20_000)}
-    assert not training & {exam_seed(0, index) for index in range(2000)}
-    assert exam_seed(0, 1) != exam_seed(1, 1)
-
-
-@pytest.mark.parametrize("name", ["val/reward/mean", "val/reward/low", "val/task/easy/reward"])
-def test_no_target_is_a_reward_of_evaluations_that_reward_models_do_not_judge(name: str) -> None:
-    train = {"steps": 5, "target": {name: 0.5, "val/exact": 0.5}}
-    plan: dict[str, Any] = {"rollout": {}, "validation": {"every": 5}, "train": train}
-    assert make_spec(**plan).train.target[name] == 0.5
-    with pytest.raises(SpecError, match=r"no evaluation is judged by \[\[reward_models\]\] \(help\)") as refused:
-        make_spec(**plan, reward_models=[{"name": "help", "base": "judge"}])
-    assert [mistake["field"] for mistake in refused.value.mistakes] == [f"train.target.{name}"]
-
-
-def test_episodes_have_their_own_sampling_and_environment_settings() -> None:
-    spec = make_spec(
-        environment={"name": "gsm8k", "config": {"format_reward": 0.2}},
-        validation={"every": 5, "config": {"split": "test", "format_reward": 0.0}, "max_tokens": 3, "seed": 4},
-        rollout__temperature=1.0,
-    )
-    played = validation_episodes(parse_spec(spec.model_dump(mode="json")))
-    assert played.environment.config == {"split": "test", "format_reward": 0.0}
-    assert (played.rollout.temperature, played.rollout.max_tokens, played.rollout.seed) == (0.0, 3, 4)
-    assert spec.environment.config == {"format_reward": 0.2} and spec.rollout.temperature == 1.0
-
-
-# --- the trainer's side ---------------------------------------------------------------------------------------------
 
 
 class Trial:
@@ -237,9 +88,9 @@ async def test_no_later_version_is_published_before_the_evaluation_is_over(ctx: 
         t.it.served(V(1, 0))
         exams = await t.asked(2)
         assert [(e.version, e.index, e.seed) for e in exams] == [(V(1, 0), i, exam_seed(0, i)) for i in (0, 1)]
-        assert await t.answer(result(0, reward=1.0, messages=[Message(role="user", content="7=")])) == [True]
+        assert await t.answer(make_result(0, reward=1.0, messages=[Message(role="user", content="7=")])) == [True]
         assert t.published == [0]
-        assert await t.answer(result(1, reward=0.0, metrics={"exact": 0.0})) == [True]
+        assert await t.answer(make_result(1, reward=0.0, metrics={"exact": 0.0})) == [True]
         await until(lambda: t.published == [0, 2])
         await t.offer(3)
         assert t.published == [0, 2, 3]
@@ -257,7 +108,7 @@ async def test_the_event_of_an_evaluation_says_how_many_games_were_won(ctx: Cont
     async with running(t.it.run()):
         t.it.served(V(1, 0))
         await t.asked(2)
-        await t.answer(result(0, outcome=0.5), result(1, outcome=0.0))
+        await t.answer(make_result(0, outcome=0.5), make_result(1, outcome=0.0))
         said = await t.event("validation")
     assert said["winrate"] == 0.25 and not any(name.startswith("winrate/") for name in said)
 
@@ -276,13 +127,15 @@ async def test_games_against_a_policy_count_for_the_weights_that_played_them(ctx
     it = EvalScheduler(ctx, t.it.lease, spec.validation, record, lambda _: None)
     assert it.plan is not None
     played = [
-        *(result(place, outcome=1.0) for place in (0, 1)),
-        result(2, outcome=1.0, opponent=V(1, 6)),
-        result(3, outcome=0.5, opponent=V(1, 8)),
+        *(make_result(place, outcome=1.0) for place in (0, 1)),
+        make_result(2, outcome=1.0, opponent=V(1, 6)),
+        make_result(3, outcome=0.5, opponent=V(1, 8)),
     ]
     assert it._players(played) == {"random": "bot:random", "b": {"b@1.6": (1, 0, 0), "b@1.8": (0, 1, 0)}}
-    failed = result(3, ending=Ending.ENV_TIMEOUT)
-    assert it._players([*played[:2], result(2, outcome=0.0), failed])["b"] == {"b@1.9": (0, 0, 1)}, "an older worker's"
+    failed = make_result(3, ending=Ending.ENV_TIMEOUT)
+    assert it._players([*played[:2], make_result(2, outcome=0.0), failed])["b"] == {"b@1.9": (0, 0, 1)}, (
+        "an older worker's"
+    )
     values = validation_metrics(played, 2, opponents=["random", "b"])
     await record.evaluations.add(V(1, 4), values, {}, it._players(played))
     expected = {("a@1.4", "bot:random"): (2, 0, 0), ("a@1.4", "b@1.6"): (1, 0, 0), ("a@1.4", "b@1.8"): (0, 1, 0)}
@@ -299,7 +152,7 @@ async def test_version_that_is_due_waits_for_the_evaluation_before_it(ctx: Conte
         async with running(t.offer(1)) as offering:
             await t.asked(2)
             assert t.published == [0] and not offering.done()
-            await t.answer(result(0), result(1))
+            await t.answer(make_result(0), make_result(1))
             await soon(offering)
         t.it.served(V(1, 1))
         await until(t.exams, lambda found: {e.version for e in found} >= {V(1, 1)})
@@ -312,10 +165,15 @@ async def test_results_of_other_weights_are_repeated(ctx: Context) -> None:
     async with running(t.it.run()):
         await t.begin(2)
         await ctx.bus.purge("EXAMS", EXAM.at(job=t.job))  # as if they had been taken
-        answers = [result(0, sampled_by=[V(1, 0), V(1, 1)]), result(0, V(0, 9)), result(1), result(1)]
+        answers = [
+            make_result(0, sampled_by=[V(1, 0), V(1, 1)]),
+            make_result(0, V(0, 9)),
+            make_result(1),
+            make_result(1),
+        ]
         assert await t.answer(*answers) == [False, False, True, False]
         assert [e.index for e in await t.asked(1)] == [0]
-        assert await t.answer(result(0)) == [True]
+        assert await t.answer(make_result(0)) == [True]
         await t.event("validation")
 
 
@@ -323,7 +181,7 @@ async def test_evaluation_that_takes_too_long_ends_and_says_so(ctx: Context) -> 
     t = await trial(ctx)
     async with running(t.it.run()):
         await t.begin(2)
-        await t.answer(result(0))
+        await t.answer(make_result(0))
         await t.offer(1)
         assert t.it.plan is not None
         t.it.plan = t.it.plan.model_copy(update={"timeout_s": 0.0})  # the time is over
@@ -337,9 +195,12 @@ async def test_evaluation_that_takes_too_long_ends_and_says_so(ctx: Context) -> 
 @pytest.mark.parametrize(
     ("answers", "why"),
     [
-        ([result(0)], r"step 0: 1 of 2 episodes .* within validation\.timeout_s"),
-        ([result(0), result(1, ending=Ending.ENV_TIMEOUT, error="30 s")], r"step 0: episode 1 .*env_timeout: 30 s"),
-        ([result(0), result(1, ending=Ending.ENV_ERROR, error="it raised")], ""),
+        ([make_result(0)], r"step 0: 1 of 2 episodes .* within validation\.timeout_s"),
+        (
+            [make_result(0), make_result(1, ending=Ending.ENV_TIMEOUT, error="30 s")],
+            r"step 0: episode 1 .*env_timeout: 30 s",
+        ),
+        ([make_result(0), make_result(1, ending=Ending.ENV_ERROR, error="it raised")], ""),
     ],
     ids=["timed out", "failed by luck", "fails always"],
 )
@@ -378,7 +239,7 @@ async def test_last_weights_are_evaluated_once(ctx: Context) -> None:
         async with running(t.it.finish(5)) as finishing:
             await t.asked(2)
             assert not finishing.done()
-            await t.answer(result(0, V(1, 5)), result(1, V(1, 5)))
+            await t.answer(make_result(0, V(1, 5)), make_result(1, V(1, 5)))
             assert await soon(finishing)
         assert await soon(t.it.finish(5))
     assert (await kinds(ctx.store, t.job)).count("validation") == 1
@@ -394,7 +255,7 @@ async def test_exams_of_an_earlier_trainer_are_withdrawn(ctx: Context) -> None:
 async def test_what_was_evaluated_on_the_way_to_a_checkpoint_is_known_after_a_restart(ctx: Context) -> None:
     t = await trial(ctx)
     for step in (0, 4, 8):
-        await t.record.evaluations.add(V(1, step), validation_metrics([result(0, reward=step / 8)], 1), {})
+        await t.record.evaluations.add(V(1, step), validation_metrics([make_result(0, reward=step / 8)], 1), {})
     again = Trial(ctx, t.record.spec, t.job).record.evaluations
     again.restore({1: 0, 2: 5}, 5)
     assert again.steps == {0, 4} and again.last["val/reward/mean"] == 0.5
@@ -402,7 +263,7 @@ async def test_what_was_evaluated_on_the_way_to_a_checkpoint_is_known_after_a_re
 
 async def test_evaluation_that_a_restart_has_cut_off_is_said(ctx: Context) -> None:
     t = await trial(ctx)
-    await t.record.evaluations.add(V0, validation_metrics([result(0)], 1), {})
+    await t.record.evaluations.add(V0, validation_metrics([make_result(0)], 1), {})
     await t.it.resumed(4)
     await t.it.resumed(2)
     assert "validation_incomplete" not in await kinds(ctx.store, t.job)
@@ -417,8 +278,8 @@ async def test_target_of_a_validation_metric_is_its_last_value(ctx: Context) -> 
     assert record.target_uses_evaluation and not t.record.target_uses_evaluation
     record._window.extend([{"reward/mean": 0.5}] * 10)
     for exact, met in ((0.0, False), (1.0, True)):
-        values = validation_metrics([result(0, metrics={"exact": exact})], 1)
+        values = validation_metrics([make_result(0, metrics={"exact": exact})], 1)
         await record.evaluations.add(V(1, 4), values, record.spec.train.target)
         assert record.target_met() == met
-    await record.evaluations.add(V(1, 8), validation_metrics([result(0, metrics={})], 1), {"val/exactt": 1.0})
+    await record.evaluations.add(V(1, 8), validation_metrics([make_result(0, metrics={})], 1), {"val/exactt": 1.0})
     assert (await t.event("target_metric_absent"))["metrics"] == ["val/exactt"]
