@@ -48,7 +48,9 @@ async def test_the_average_against_a_pool_is_close_to_an_equilibrium(tmp_path: P
     figure(
         f"against the pool {[round(x, 3) for x in pool[::5]]}, against the newest {[round(x, 3) for x in latest[::5]]}"
     )
+    last = slice(-(len(pool) // 3), None)
+    means = fmean(pool[last]), fmean(latest[last])
+    figure(f"on average over the last third: {means[0]:.3f} against the pool, {means[1]:.3f} against the newest")
     assert pool[0] == pytest.approx(11 / 24, abs=0.02), "uniform play"
     assert pool[-1] <= 0.15
-    last = slice(-(len(pool) // 3), None)
-    assert fmean(pool[last]) < fmean(latest[last]), "fictitious play needs the past versions"
+    assert means[0] < means[1], "fictitious play needs the past versions; documented runs differ by as little as 0.01"
