@@ -62,7 +62,7 @@ def resolve_bots(environment: Environment, bots: Mapping[str, str]) -> dict[str,
         raise SpecError([mistake(f"seats.{entry}", bots[entry], problem) for entry in unmatched])
     found = {seat: _bot_of(seat, bots) for seat in environment.seats}
     if bots and all(found.values()):
-        raise SpecError.of("seats", "", f"bots play every seat ({names}): leave one to a model")
+        raise SpecError.of("seats", "", f"bots play every seat ({names}): leave one to a model or a person")
     return {seat: bot for seat, bot in found.items() if bot}
 
 

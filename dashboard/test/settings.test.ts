@@ -6,6 +6,7 @@ const about = {
   name: "e",
   doc: "",
   bots: [],
+  seats: [],
   can_fork: false, example: "",
   settings: {
     properties: {

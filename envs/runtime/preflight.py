@@ -49,6 +49,7 @@ def describe(found: type[Environment], example: str = "") -> EnvAbout:
         doc=inspect.cleandoc(found.__doc__ or ""),
         settings=found.Config.model_json_schema(),
         bots=sorted(found.bots or ()),
+        seats=known_seats(found.seats),
         can_fork=found.can_fork,
         example=example,
     ).within(ABOUT_BYTES)

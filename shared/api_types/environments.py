@@ -58,6 +58,9 @@ class EnvironmentDescription(TypedDict):
     """JSON schema of `environment.config`."""
     bots: list[str]
     """Names of its scripted players."""
+    seats: list[str]
+    """Names of its seats, `""` for a single one without a name. A config may change them: `POST /v1/plays/seats` names
+    those of a config."""
     can_fork: bool
     example: str
     """An episode as text, and who played it: of your newest saved check, else of a built-in environment, or what an
@@ -134,6 +137,19 @@ class EnvironmentCheck(EnvironmentCheckSummary):
     """A saved check with its report."""
 
     report: EnvironmentReport
+
+
+class PlayableSeats(TypedDict):
+    """Who may play an environment with one config."""
+
+    environment: str
+    """Its exact name."""
+    seats: list[str]
+    """In their order; empty if only the server that plays the environment knows them."""
+    bots: list[str]
+    """Scripted players that may take any seat."""
+    players: dict[str, str]
+    """Bot of each seat, by the `bots` that were asked for; empty for yours."""
 
 
 class PlayedMessage(TypedDict):

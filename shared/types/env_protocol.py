@@ -238,6 +238,8 @@ class EnvAbout(msgspec.Struct, frozen=True, kw_only=True):
     """JSON schema of its config, with the docstrings of the settings."""
     bots: list[str] = []
     """Names of its scripted players."""
+    seats: list[str] = []
+    """Those of its class; its config may name others. Empty if they are too many."""
     can_fork: bool = False
     example: str = ""
     """The episode that a built-in environment comes with, as text."""

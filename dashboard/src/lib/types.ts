@@ -164,6 +164,8 @@ export interface About {
   doc: string;
   settings: { properties?: Record<string, Json>; required?: string[] };
   bots: string[];
+  /** Those of its class; a config may name others. */
+  seats: string[];
   can_fork: boolean;
   /** An episode as text, and who played it; empty if there is none. */
   example: string;

@@ -9,8 +9,11 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
+import re
 import secrets
 import time
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Annotated, Any, cast
 
@@ -21,12 +24,13 @@ from pydantic import Field
 from opentinker.services.scheduler.http.auth import principal_of, tenant_of
 from opentinker.services.scheduler.http.errors import Body, json_response, parsed, read_json
 from opentinker.services.scheduler.http.route_decorator import Route
-from opentinker.services.scheduler.jobs.check_environment import check_environment
+from opentinker.services.scheduler.jobs.check_environment import EnvironmentCheck, check_environment, describe
 from opentinker.shared import api_types
 from opentinker.shared.data.readable_paths import readable_by
 from opentinker.shared.messaging.env_client import EnvClient
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.security.authorization import Action
+from opentinker.shared.spec.matches.seats import MAX_SEATS, SeatName
 from opentinker.shared.spec.rollout import EnvironmentSpec
 from opentinker.shared.state.plays import PLAY_S, Play, PlayAnswer, Plays
 from opentinker.shared.types import codec
@@ -49,6 +53,16 @@ _TOKENS = (
     "you play has no model.)"
 )
 Name = Annotated[str, Field(max_length=200)]
+BotName = Annotated[str, Field(min_length=1, max_length=100)]
+
+
+class SeatsRequest(Body):
+    """The body of POST /v1/plays/seats."""
+
+    environment: EnvironmentSpec
+    """As in a job."""
+    bots: Annotated[dict[SeatName, Annotated[str, Field(max_length=100)]], Field(max_length=MAX_SEATS)] = {}
+    """Bot of each entry of a job's [seats], by seat or pattern; empty for an entry with another player."""
 
 
 class PlayRequest(Body):
@@ -59,8 +73,9 @@ class PlayRequest(Body):
     row: Annotated[int, Field(ge=0, lt=MAX_ROWS)] = 0
     """Index of the task."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    bots: Annotated[dict[Name, Name], Field(max_length=ROUND_SEATS)] = {}
-    """Seats that scripted players of the environment take. The person plays the others."""
+    bots: Annotated[dict[SeatName, BotName], Field(max_length=MAX_SEATS)] = {}
+    """Seats that scripted players of the environment take, by name or pattern. The person plays the others, at least
+    one."""
 
 
 class CalledTool(Body):
@@ -102,14 +117,8 @@ class PlaysApi:
         It ends after half an hour at the latest. A key or a user plays four at a time: a fifth ends the oldest."""
         body = await read_json(request)
         asked, tenant = parsed(PlayRequest, body), tenant_of(request)
-        named = {"environment": body["environment"]}
-        readable = await readable_by(self._ctx.store, self._ctx.settings, tenant, named)
-        mistakes = await asyncio.to_thread(partial(readable.mistakes_in, named, files=True))
-        checked = await check_environment(self._ctx, named, None, tenant, mistakes, readable.own)
-        if mistakes := mistakes + checked.mistakes:
-            raise SpecError(mistakes)
-        if checked.check is None or not checked.answered:
-            raise Conflict("no env worker answers, so nothing can be played: start one")
+        checked = await self._checked(tenant, body["environment"], asked.bots)
+        assert checked.check is not None
         play = Play(id=secrets.token_hex(10), environment=checked.check.name, worker="", together=False, seats=[])
         opening = OpenSession(
             job=f"play-{tenant}",
@@ -124,7 +133,7 @@ class PlaysApi:
             tool_turns=asked.environment.tool_turns,
             bots=asked.bots,
         )
-        client = EnvClient(self._ctx.bus, tenant=tenant, own_jobs=readable.own)
+        client = EnvClient(self._ctx.bus, tenant=tenant, own_jobs=checked.check.own_jobs)
         try:
             async with asyncio.timeout(OPEN_S):
                 reply = await client.open(opening)
@@ -140,6 +149,31 @@ class PlaysApi:
         except BaseException:  # no one can play it: its place is free now, and not after PLAY_S
             await client.close(worker=reply.worker, session=play.session)
             raise
+
+    @Route("POST", "/v1/plays/seats", Action.JOBS_WRITE, body=SeatsRequest, answer=api_types.PlayableSeats)
+    async def seats(self, request: web.Request) -> web.Response:
+        """Get the seats of an environment with a config, and the bots that may take them while you play the others."""
+        body = await read_json(request)
+        asked, tenant = parsed(SeatsRequest, body), tenant_of(request)
+        checked = await self._checked(tenant, body["environment"], {})
+        assert checked.check is not None
+        about = await describe(self._ctx, asked.environment.name, tenant)
+        players = await asyncio.to_thread(_players, checked.seats, asked.bots)
+        found = {"environment": checked.check.name, "seats": checked.seats, "bots": about.bots, "players": players}
+        return json_response(found)
+
+    async def _checked(self, tenant: str, environment: Any, bots: Mapping[str, str]) -> EnvironmentCheck:
+        """Return an environment that can be played, with bots by seat. Raises SpecError, Conflict."""
+        named = {"environment": environment}
+        readable = await readable_by(self._ctx.store, self._ctx.settings, tenant, named)
+        mistakes = await asyncio.to_thread(partial(readable.mistakes_in, named, files=True))
+        spec = {**named, "seats": {seat: {"bot": bot} for seat, bot in bots.items()}}
+        checked = await check_environment(self._ctx, spec, None, tenant, mistakes, readable.own)
+        if mistakes := mistakes + [_of_bots(one) for one in checked.mistakes]:
+            raise SpecError(mistakes)
+        if checked.check is None or not checked.answered:
+            raise Conflict("no env worker answers, so nothing can be played: start one")
+        return checked
 
     @Route("POST", "/v1/plays/{play}/turns", Action.JOBS_WRITE, body=PlayedTurn, answer=api_types.PlayedEpisode)
     async def turn(self, request: web.Request) -> web.Response:
@@ -222,6 +256,18 @@ class PlaysApi:
     async def _close_failed(self, request: web.Request, reply: SessionReply, play: Play) -> None:
         if reply.failure is not None:  # an answer that cannot be read leaves the session open
             await self._client(request).close(worker=reply.worker, session=play.session)
+
+
+def _of_bots(mistake: dict[str, Any]) -> dict[str, Any]:
+    """Return a mistake in [seats] as one in the `bots` of a request."""
+    field = re.sub(r"^seats(\..*)?\.bot$|^seats", lambda found: f"bots{found[1] or ''}", mistake["field"])
+    return {**mistake, "field": field}
+
+
+def _players(seats: list[str], bots: Mapping[str, str]) -> dict[str, str]:
+    """Return the bot of each seat, as [seats] is read: the entry with its name, else the first pattern that matches."""
+    found = {seat: next((bot for entry, bot in bots.items() if fnmatchcase(seat, entry)), "") for seat in seats}
+    return found | {seat: bots[seat] for seat in seats if seat in bots}
 
 
 def _not_played(id: str) -> NotFound:

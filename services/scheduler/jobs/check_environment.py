@@ -46,6 +46,8 @@ class EnvironmentCheck:
     answered: bool = False
     """Whether an env worker did."""
     mistakes: Mistakes = field(default_factory=list)
+    seats: list[str] = field(default_factory=list)
+    """Seats with this config; empty if they are not known."""
 
 
 async def check_environment(
@@ -75,7 +77,7 @@ async def check_environment(
         mistakes = mistakes + await _of_evaluations(ctx, check, table, validation, [*known, *mistakes], tenant)
     if spec is not None and not any(mistake["field"].startswith("seats") for mistake in mistakes):
         mistakes = mistakes + await asyncio.to_thread(ambiguous_opponents, spec, seats)
-    return EnvironmentCheck(check, True, mistakes)
+    return EnvironmentCheck(check, True, mistakes, seats)
 
 
 async def _of_seats(

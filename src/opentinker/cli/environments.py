@@ -99,7 +99,8 @@ def about(
         print_json(found)
         return
     say(found["doc"] or "Its class has no docstring.")
-    say(f"\nscripted players: {', '.join(found['bots']) or 'none'}; {'can' if found['can_fork'] else 'cannot'} fork\n")
+    say(f"\nseats: {', '.join(filter(None, found['seats'])) or 'one'}")
+    say(f"scripted players: {', '.join(found['bots']) or 'none'}; {'can' if found['can_fork'] else 'cannot'} fork\n")
     schema = found["settings"]
     required = schema.get("required", [])
     rows = [

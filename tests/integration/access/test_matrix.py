@@ -23,7 +23,7 @@ from pydantic import BaseModel
 
 from opentinker.client import AsyncClient
 from opentinker.services.scheduler.environments.check_reports_api import CheckReport
-from opentinker.services.scheduler.environments.plays_api import PlayedTurn, PlayRequest
+from opentinker.services.scheduler.environments.plays_api import PlayedTurn, PlayRequest, SeatsRequest
 from opentinker.services.scheduler.environments.served_gateway import Gateway
 from opentinker.services.scheduler.http import auth
 from opentinker.services.scheduler.http.errors import TINKER
@@ -119,6 +119,7 @@ BODIES: dict[type[BaseModel], Any] = {
     LabelChanges: {"notes": "x"},
     SweepSpec: {**SPEC, "sweep": {"parameters": {"rollout.toy.skill": [0.5]}}},
     PlayRequest: {"environment": {"name": "copy_digits"}},
+    SeatsRequest: {"environment": {"name": "copy_digits"}},
     PlayedTurn: {"turn": 9, "actions": [{}]},
     NewPublication: {"name": "x", "checkpoint": "j-0000000000@latest"},
 }

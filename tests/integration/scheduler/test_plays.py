@@ -68,6 +68,35 @@ async def test_seats_act_in_turn_and_a_bot_takes_the_other(http: Http, workers: 
     assert [(await said(http, alone, "5"))["prompts"][0]["seat"]] == [first]
 
 
+async def test_seats_are_named_with_the_bots_that_may_take_them(http: Http, workers: Workers) -> None:
+    await workers.start("env-0")
+    found = await asked(http, "POST", "/v1/plays/seats", 200, json=played("tictactoe"))
+    fits(found, api_types.PlayableSeats)
+    assert found["environment"] == "tictactoe" and found["bots"] == ["perfect", "random"]
+    assert found["seats"] == ["first", "second"] and found["players"] == {"first": "", "second": ""}
+    of_job = {"first": "", "f*": "random", "s*": "perfect", "*": "random"}
+    prefilled = await asked(http, "POST", "/v1/plays/seats", 200, json={**played("tictactoe"), "bots": of_job})
+    assert prefilled["players"] == {"first": "", "second": "perfect"}
+    by_config = await asked(http, "POST", "/v1/plays/seats", 200, json=played("proposed_sums", solvers=2))
+    assert by_config["seats"] == ["proposer", "solver_1", "solver_2"] and by_config["bots"] == []
+    wrong = await asked(http, "POST", "/v1/plays/seats", 422, json=played(digits=-1))
+    assert "environment.config.digits" in str(wrong)
+
+
+async def test_bots_that_cannot_play_are_refused_before_the_episode_opens(http: Http, workers: Workers) -> None:
+    await workers.start("env-0")
+    for bots, field, words in (
+        ({"second": "randon"}, "bots.second", "has no bot 'randon'; its bots are: perfect, random"),
+        ({"third": "random"}, "bots.third", "no such seat"),
+        ({"*": "random"}, "bots", "leave one to a model or a person"),
+    ):
+        refused = await begun(http, {**played("tictactoe"), "bots": bots}, 422)
+        (mistake,) = refused["errors"]
+        assert mistake["field"] == field and words in mistake["problem"]
+    no_name = await begun(http, {**played("tictactoe"), "bots": {"second": ""}}, 422)
+    assert "bots.second" in str(no_name)
+
+
 async def test_seats_that_act_together_answer_together(http: Http, workers: Workers) -> None:
     await workers.start("env-0")
     episode = await begun(http, played("matching_pennies"))
@@ -146,13 +175,14 @@ async def test_an_environment_says_what_it_is(http: Http, workers: Workers, monk
     found = await asked(http, "GET", "/v1/environment?name=kuhn_poker", 200)
     fits(found, api_types.EnvironmentDescription)
     assert found["doc"].startswith("One hand.") and found["bots"] == ["equilibrium", "random"] and found["can_fork"]
+    assert found["seats"] == ["first", "second"]
     assert found["settings"]["properties"]["rules"]["description"].startswith("Name the game")
     blocking = await asked(http, "GET", "/v1/environment?name=tests.samples.listed_rows:Listed", 200)
     assert blocking["settings"]["type"] == "object"
     monkeypatch.setenv("OPENTINKER_API_KEY", OPERATOR)
     shown = await asyncio.to_thread(typed, "env", "about", "kuhn_poker", "--url", http.url)
     assert shown.stdout.startswith("One hand."), shown.stderr
-    assert "scripted players: equilibrium, random; can fork" in shown.stdout
+    assert "seats: first, second\nscripted players: equilibrium, random; can fork" in shown.stdout
     assert re.search(r"(?m)^rules +boolean +true +Name the game", shown.stdout), shown.stdout
     assert "example episode\nPlayed by random guesses." in shown.stdout and "\nassistant" in shown.stdout
     assert blocking["example"] == ""

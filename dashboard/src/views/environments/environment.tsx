@@ -5,10 +5,14 @@ import { useState } from "preact/hooks";
 import { useAsked, useMay } from "../../hooks.ts";
 import { configOf, settingsOf, type Setting } from "../../lib/settings.ts";
 import { job as path } from "../../lib/api.ts";
+import { botsOfJob } from "../../lib/seats.ts";
 import type { About, JobDetail, Json } from "../../lib/types.ts";
 import { bytes, counted, moment } from "../../lib/words.ts";
 import { Empty, Facts, Said, Table, type Column } from "../../parts.tsx";
 import { Play, type Start } from "./play.tsx";
+import { Seats, useSeats } from "./seats.tsx";
+
+const NO_BOTS: Record<string, string> = {};
 
 export function EnvironmentView({ name }: { name: string }): JSX.Element {
   const { value: about, problem } = useAsked<About>(`/v1/environment?name=${encodeURIComponent(name)}`);
@@ -27,6 +31,7 @@ export function EnvironmentView({ name }: { name: string }): JSX.Element {
             <p class="prose">{about.doc || "Its author has not described it: the docstring of its class appears here."}</p>
             <Facts
               of={[
+                ["seats", about.seats.filter(Boolean).join(", ") || "one"],
                 ["scripted players", about.bots.join(", ") || "none"],
                 ["forks", about.can_fork ? "yes: trees of turns can be sampled" : "no"],
               ]}
@@ -110,11 +115,23 @@ function OwnEpisode({ name }: { name: string }): JSX.Element | null {
   const [seed, setSeed] = useState(0);
   const [wrong, setWrong] = useState("");
   const [start, setStart] = useState<Start | null>(null);
-  if (!useMay("jobs:write")) return null;
+  const [environment, setEnvironment] = useState<Record<string, Json>>({ name, config: {} }); // of the last readable config
+  const may = useMay("jobs:write");
+  const seats = useSeats(may ? environment : null, NO_BOTS);
+  if (!may) return null;
+  const read = (): void => {
+    try {
+      setEnvironment({ name, config: configOf(config) });
+    } catch {
+      return; // Begin says so
+    }
+  };
   const begin = (event: Event): void => {
     event.preventDefault();
     try {
-      setStart({ environment: { name, config: configOf(config) }, row, seed });
+      const now = { name, config: configOf(config) };
+      if (seats.wrong) return setWrong(seats.wrong);
+      setStart({ environment: now, row, seed, bots: seats.taken });
       setWrong("");
     } catch (error) {
       setWrong(`The config is ${error instanceof Error ? error.message : String(error)}.`);
@@ -129,10 +146,11 @@ function OwnEpisode({ name }: { name: string }): JSX.Element | null {
         <form class="fields" onSubmit={begin}>
           <label>
             Config, as JSON
-            <input value={config} maxLength={20_000} placeholder="{}" spellcheck={false} onInput={(event) => setConfig(event.currentTarget.value)} />
+            <input value={config} maxLength={20_000} placeholder="{}" spellcheck={false} onInput={(event) => setConfig(event.currentTarget.value)} onChange={read} />
           </label>
           <Whole label="Row" value={row} set={setRow} />
           <Whole label="Seed" value={seed} set={setSeed} />
+          <Seats of={seats} />
           <button>Begin</button>
           {wrong && <p class="problem">{wrong}</p>}
         </form>
@@ -154,8 +172,8 @@ function Whole({ label, value, set }: { label: string; value: number; set: (valu
 export function JobPlay({ id, row }: { id: string; row: string }): JSX.Element {
   const { value: job, problem } = useAsked<JobDetail>(path(id));
   if (!job) return problem ? <Said problem={problem} /> : <Empty>Loading…</Empty>;
-  const environment = (job.spec as Record<string, Json>)["environment"] as Record<string, Json>;
-  const back = (): void => history.back();
+  const spec = job.spec as Record<string, Json>;
+  const environment = spec["environment"] as Record<string, Json>;
   return (
     <section class="card">
       <p>
@@ -164,7 +182,35 @@ export function JobPlay({ id, row }: { id: string; row: string }): JSX.Element {
       <h1>
         {String(environment["name"])}, row {row}
       </h1>
-      <Play start={{ environment, row: Number.parseInt(row, 10) || 0, seed: 0 }} leave={back} />
+      <JobEpisode environment={environment} entries={botsOfJob(spec["seats"])} row={Number.parseInt(row, 10) || 0} />
     </section>
+  );
+}
+
+interface JobEpisodeProps {
+  environment: Record<string, Json>;
+  entries: Record<string, string>;
+  row: number;
+}
+
+/** It begins at once where there is no choice of players. */
+function JobEpisode({ environment, entries, row }: JobEpisodeProps): JSX.Element {
+  const seats = useSeats(environment, entries);
+  const [bots, setBots] = useState<Record<string, string> | null>(null);
+  const [wrong, setWrong] = useState("");
+  const isChosen = seats.known && !Object.keys(seats.choices).length;
+  const begin = (event: Event): void => {
+    event.preventDefault();
+    setWrong(seats.wrong);
+    if (!seats.wrong) setBots(seats.taken);
+  };
+  if (bots || isChosen) return <Play start={{ environment, row, seed: 0, bots: bots ?? {} }} leave={() => history.back()} />;
+  if (!seats.known) return seats.problem ? <Said problem={seats.problem} /> : <Empty>An env worker is reading it…</Empty>;
+  return (
+    <form class="fields" onSubmit={begin}>
+      <Seats of={seats} />
+      <button>Begin</button>
+      {wrong && <p class="problem">{wrong}</p>}
+    </form>
   );
 }

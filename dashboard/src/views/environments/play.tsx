@@ -13,6 +13,8 @@ export interface Start {
   environment: Record<string, Json>;
   row: number;
   seed: number;
+  /** Seats that bots play. */
+  bots: Record<string, string>;
 }
 
 interface Line {
