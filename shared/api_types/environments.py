@@ -46,6 +46,8 @@ class Environments(TypedDict):
     environments: list[EnvironmentSummary]
     built_in: list[str]
     """Names that the env workers offer to everyone."""
+    summaries: dict[str, str]
+    """A sentence about each of `built_in`; about one that a newer release of the env worker has, none."""
 
 
 class EnvironmentDescription(TypedDict):

@@ -27,6 +27,7 @@ from opentinker.shared.data import uploads
 from opentinker.shared.data.uploads import Reference
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.security.authorization import Action
+from opentinker.shared.spec.built_in_environments import SUMMARIES
 from opentinker.shared.state.check_reports import CheckReports
 from opentinker.shared.types.core import Pool
 from opentinker.shared.types.env_protocol import SERVED, EnvCheck
@@ -121,10 +122,12 @@ class EnvironmentsApi:
     @Route("GET", "/v1/environments", Action.ENVIRONMENTS_READ, answer=api_types.Environments)
     async def list(self, request: web.Request) -> web.Response:
         """List your environments with their latest versions."""
-        names = await asyncio.to_thread(self._uploads.names, tenant_of(request))
-        newest = [{"name": name, **_shown(found[-1]), "versions": len(found)} for name, found in names.items()]
+        pushed = await asyncio.to_thread(self._uploads.names, tenant_of(request))
+        newest = [{"name": name, **_shown(found[-1]), "versions": len(found)} for name, found in pushed.items()]
         offers = [w.detail.get("environments", []) for w in await self.ctx.store.workers() if w.pool == Pool.ENV]
-        return json_response({"environments": newest, "built_in": sorted({name for offer in offers for name in offer})})
+        names = sorted({name for offer in offers for name in offer})
+        summaries = {name: SUMMARIES[name] for name in names if name in SUMMARIES}
+        return json_response({"environments": newest, "built_in": names, "summaries": summaries})
 
     @Route(
         "GET",

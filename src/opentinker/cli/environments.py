@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import shutil
-import textwrap
 from pathlib import Path
 from typing import Annotated
 
@@ -56,11 +54,9 @@ def list_all(url: Url = None, as_json: AsJson = False) -> None:
     if as_json:
         print_json(found)
         return
-    if found["built_in"]:
-        say("built in:")
-        say(textwrap.fill("  ".join(found["built_in"]), shutil.get_terminal_size().columns, break_on_hyphens=False))
-    else:
-        say("built in: unknown while no env worker runs; docs/environments lists them")
+    built_in = [[name, found["summaries"].get(name, "")] for name in found["built_in"]]
+    unknown = "built in: unknown while no env worker runs; docs/environments lists them"
+    print_table(("built in", "what it is"), built_in, empty=unknown)
     say("\nyours:")
     rows = [
         [f"upload:{one['name']}", one["version"], one["class"], f"{one['bytes'] / 1024:.0f} KB", ago(one["pushed"])]

@@ -19,6 +19,7 @@ pytestmark = IN_BROWSER
 async def test_an_environment_is_read_and_played(opened: Open, http: Http, workers: Workers) -> None:
     await workers.start("env-0")
     tab = await opened(http.url, "environments")
+    await expect(tab.page.locator("tr", has_text="gsm8k")).to_contain_text("Grade-school word problems")
     await tab.page.get_by_role("link", name="copy_digits").click()
     await expect(tab.page.locator("h1")).to_have_text("copy_digits")
     digits = tab.page.locator("tr", has_text="digits").first

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import csv
 import io
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from opentinker import AsyncClient
 from opentinker.envs.registry import BUILT_IN
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.subjects import METRIC
+from opentinker.shared.spec.built_in_environments import SUMMARIES
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobState, Pool
 from opentinker.shared.types.workers import WorkerInfo
@@ -162,5 +164,6 @@ async def test_environments_are_listed_with_those_that_are_built_in(
     shown = (await run("env", "list", *on)).stdout
     assert "copy_digits" in shown.split() and set(BUILT_IN) <= set(shown.split()) and "none yet" in shown
     found = orjson.loads((await run("env", "list", "--json", *on)).stdout)
-    assert found == {"environments": [], "built_in": sorted(BUILT_IN)}
+    assert found == {"environments": [], "built_in": sorted(BUILT_IN), "summaries": SUMMARIES}
+    assert re.search(r"(?m)^gsm8k +Grade-school word problems", shown), shown
     assert await client.environments() == []

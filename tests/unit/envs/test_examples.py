@@ -7,6 +7,13 @@ import pytest
 from examples.record_episodes import ANSWERS, NEEDS, example
 from opentinker.envs.examples import example_of, examples
 from opentinker.envs.registry import BUILT_IN
+from opentinker.shared.spec.built_in_environments import SUMMARIES
+
+
+def test_every_built_in_environment_has_one_sentence_in_lists() -> None:
+    assert SUMMARIES.keys() == BUILT_IN.keys()
+    for name, text in SUMMARIES.items():
+        assert 20 < len(text) <= 90 and text.endswith(".") and ". " not in text, name
 
 
 def test_every_built_in_environment_has_an_example_or_says_what_one_needs() -> None:

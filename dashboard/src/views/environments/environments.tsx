@@ -9,7 +9,7 @@ import { Empty, Facts, Said, Table, type Column } from "../../parts.tsx";
 const LOOK_S = 10;
 
 export function Environments(): JSX.Element {
-  const pushed = useAsked<{ environments: Pushed[]; built_in: string[] }>("/v1/environments", LOOK_S);
+  const pushed = useAsked<Offered>("/v1/environments", LOOK_S);
   const checks = useAsked<{ checks: CheckSummary[] }>("/v1/checks", LOOK_S);
   return (
     <>
@@ -17,7 +17,7 @@ export function Environments(): JSX.Element {
       <Said problem={pushed.problem ?? checks.problem} />
       <section class="card">
         <h2>Built in</h2>
-        {pushed.value && <BuiltIn names={pushed.value.built_in} />}
+        {pushed.value && <BuiltIn names={pushed.value.built_in} summaries={pushed.value.summaries} />}
       </section>
       <section class="card">
         <h2>Checks</h2>
@@ -31,17 +31,19 @@ export function Environments(): JSX.Element {
   );
 }
 
-function BuiltIn({ names }: { names: string[] }): JSX.Element {
+interface Offered {
+  environments: Pushed[];
+  built_in: string[];
+  summaries: Record<string, string>;
+}
+
+function BuiltIn({ names, summaries }: { names: string[]; summaries: Record<string, string> }): JSX.Element {
   if (!names.length) return <Empty>No env worker is running. Environments appear here once one is.</Empty>;
-  return (
-    <ul class="names">
-      {names.map((name) => (
-        <li key={name}>
-          <a href={`#/environment/${encodeURIComponent(name)}`}>{name}</a>
-        </li>
-      ))}
-    </ul>
-  );
+  const columns: Column<string>[] = [
+    ["Name", (name) => <a href={`#/environment/${encodeURIComponent(name)}`}>{name}</a>],
+    ["What it is", (name) => summaries[name], "prose"],
+  ];
+  return <Table of={columns} rows={names} by={(name) => name} />;
 }
 
 function Checks({ checks }: { checks: CheckSummary[] }): JSX.Element {
