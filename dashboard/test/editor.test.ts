@@ -224,14 +224,16 @@ const SCHEMA: Schema = {
   },
   properties: {
     train: { $ref: "#/$defs/Train", description: "How it learns." },
-    policies: { type: "object", additionalProperties: { $ref: "#/$defs/Policy" } },
+    policies: { type: "object", patternProperties: { "^[a-z]+$": { $ref: "#/$defs/Policy" } } },
+    seats: { type: "object", additionalProperties: { $ref: "#/$defs/Policy" } },
     tools: { type: "array", items: { properties: { name: { const: "time" } } } },
   },
 };
 
 test("the schema says what a table may hold, what a setting may be, and what it means", () => {
-  assert.deepEqual(settingsOf(SCHEMA, "").map((one) => [one.name, one.isTable]), [["train", true], ["policies", true], ["tools", false]]);
+  assert.deepEqual(settingsOf(SCHEMA, "").map((one) => [one.name, one.isTable]), [["train", true], ["policies", true], ["seats", true], ["tools", false]]);
   assert.deepEqual(settingsOf(SCHEMA, "policies.red.train").map((one) => one.name), ["lr", "schedule", "on"]);
+  assert.deepEqual(settingsOf(SCHEMA, "seats.white").map((one) => one.name), ["train"]);
   assert.deepEqual(settingsOf(SCHEMA, "nothing.there"), []);
   assert.deepEqual(valuesOf(SCHEMA, "policies.red.train.schedule"), ["constant", "cosine"]);
   assert.deepEqual(valuesOf(SCHEMA, "train.on"), [true, false]);

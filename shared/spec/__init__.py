@@ -153,9 +153,13 @@ class JobSpec(SpecPart):
     says. `tinker`: serves the Tinker API, whose clients train adapters of model.base, or all its weights, themselves;
     see docs/tinker.md."""
     model: ModelSpec
+    """The model that is trained, served or evaluated."""
     environment: EnvironmentSpec = NO_ENVIRONMENT
+    """rl, eval: what is played."""
     algorithm: AlgorithmSpec = AlgorithmSpec()
+    """rl: how rewards become updates; a preset, and what differs from it."""
     rollout: RolloutSpec = RolloutSpec()
+    """The engine, and how it samples."""
     policies: Annotated[dict[PolicyName, PolicySpec], Field(max_length=MAX_POLICIES)] = {}
     """Policies that learn in one game, by name. Each has separate weights, optimizer, metrics and checkpoints. Without
     this table the job has one policy, which plays every seat that [seats] leaves to it. See docs/policies.md."""
@@ -194,6 +198,7 @@ class JobSpec(SpecPart):
     notify: Annotated[list[NotifySpec], Field(max_length=MAX_NOTIFY)] = []
     """Recipients of a message when the job ends, raises an alarm or reaches a target; see docs/notifications.md."""
     resources: ResourceSpec = ResourceSpec()
+    """Workers and GPUs, and the place in the queue."""
     artifacts: ArtifactSpec = ArtifactSpec()
     """Artifacts that are kept, and for how long."""
 

@@ -14,6 +14,7 @@ export interface Schema {
   items?: Schema;
   prefixItems?: Schema[];
   properties?: Record<string, Schema>;
+  patternProperties?: Record<string, Schema>;
   additionalProperties?: Schema | boolean;
   description?: string;
   default?: Json;
@@ -39,7 +40,7 @@ export function formsAt(root: Schema, path: string): Schema[] {
       const own = one.properties?.[part];
       if (own) return [own];
       if (/^\d+$/.test(part)) return [one.prefixItems?.[Number(part)] ?? one.items];
-      return [typeof one.additionalProperties === "object" ? one.additionalProperties : undefined];
+      return [typeof one.additionalProperties === "object" ? one.additionalProperties : undefined, ...Object.values(one.patternProperties ?? {})];
     });
     found = inner.flatMap((one) => forms(one, root));
   }

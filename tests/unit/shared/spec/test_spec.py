@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.spec.algorithm_parts import PRESETS
 from opentinker.shared.spec.engines import may_merge
+from opentinker.shared.spec.sweeps.children import spec_schema
 from opentinker.shared.types.errors import SpecError
 from opentinker.shared.types.spec_text import load_spec
 from tests.support.factories import SMALLEST, make_spec, refusals
@@ -68,11 +69,25 @@ def test_every_mistake_is_reported_at_once() -> None:
 
 @pytest.mark.parametrize("kind", list(dict.fromkeys(parts(JobSpec))), ids=lambda kind: kind.__name__)
 def test_every_field_is_documented_and_unknown_ones_are_refused(kind: type[BaseModel]) -> None:
-    plain = {"name", "kind", "model", "environment", "algorithm", "rollout", "train", "start", "resources"}
-    missing = [name for name, info in kind.model_fields.items() if not info.description and kind is not JobSpec]
+    missing = [name for name, info in kind.model_fields.items() if not info.description]
     assert not missing, f"{kind.__name__}: {missing}"
-    assert kind is not JobSpec or set(kind.model_fields) >= plain
     assert kind.model_config["extra"] == "forbid" and kind.model_config["frozen"]
+
+
+def test_every_setting_of_the_schema_has_a_description() -> None:
+    """Also of tables by name and of lists, which the schema has as definitions."""
+    schema = spec_schema()
+    tables = {"": schema, **schema["$defs"]}
+    found_in = {
+        (table, name): one for table, part in tables.items() for name, one in part.get("properties", {}).items()
+    }
+    assert {
+        ("DpoSpec", "beta"),
+        ("MatchSpec", "rotate"),
+        ("SeatSpec", "timeout_s"),
+        ("ToySpec", "skill"),
+    } <= found_in.keys()
+    assert [place for place, one in found_in.items() if not one.get("description")] == []
 
 
 EDGES: list[tuple[str, Any, Any]] = [
