@@ -20,6 +20,7 @@ ESTIMATED = 16
 """Combinations that are estimated; of more, so many drawn ones."""
 UNTIMED = {"train.lr", "train.weight_decay", "train.warmup_steps", "rollout.temperature", "rollout.top_p"}
 """Settings by which no estimate goes: combinations that differ in nothing else are estimated once."""
+UNCOUNTED = "an upper bound: early stopping, which is not counted, can only lower time and cost"
 OfJob = Callable[[JobSpec], Awaitable[JobEstimate | None]]
 
 
@@ -91,7 +92,7 @@ def _within_budget(prices: PriceSettings, sweep: Sweep, one: JobEstimate) -> Job
     together = min(table.max_running, most)
     ends = _ends(table, one, together)
     ended_by, rounds = min(ends, key=lambda end: end[1], default=("", math.inf))  # times that `together` jobs are run
-    basis = one["basis"] if table.early_stopping is None else f"{one['basis']}; early stopping may end some sooner"
+    basis = one["basis"] if table.early_stopping is None else f"{one['basis']}; {UNCOUNTED}"
     jobs, done = most, float(most)
     if rounds * together < most:
         done = rounds * together

@@ -59,8 +59,14 @@ async def test_jobs_that_are_cancelled_by_the_budget_run_no_longer_than_it(ctx: 
 async def test_a_budget_that_suffices_changes_nothing(ctx: Context) -> None:
     found = await of_sweep(ctx, {"train.lr": [1e-4, 1e-3]}, max_hours=10, max_worker_s=1e6, max_jobs=30)
     assert found["jobs"] == 2 and found["worker_s"] == pytest.approx(600) and "ends it" not in found["basis"]
-    stopped = await of_sweep(ctx, {"train.lr": [1e-4]}, early_stopping={"min_steps": 5})
-    assert stopped["basis"].endswith("; early stopping may end some sooner")
+
+
+async def test_early_stopping_makes_the_estimate_an_upper_bound(ctx: Context) -> None:
+    lr = {"train.lr": [1e-4, 1e-3]}
+    whole, stopped = await of_sweep(ctx, lr), await of_sweep(ctx, lr, early_stopping={"min_steps": 5})
+    assert "upper bound" not in whole["basis"] and stopped["worker_s"] == whole["worker_s"]
+    bound = "an upper bound: early stopping, which is not counted, can only lower time and cost"
+    assert stopped["basis"] == f"{whole['basis']}; {bound}" and in_words(stopped).endswith(bound)
 
 
 async def test_of_many_combinations_some_are_estimated(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
