@@ -9,6 +9,9 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 from playwright.async_api import expect
 
+from opentinker.shared.state.store import Store
+from opentinker.shared.state.sweeps import SweepStore
+from opentinker.shared.types.sweeps import Undelivered
 from tests.conftest import until
 from tests.e2e.page.conftest import IN_BROWSER, Open
 from tests.support.api import SPEC, Http
@@ -77,6 +80,19 @@ async def test_a_sweep_shows_its_trials_what_matters_and_its_jobs_compared(opene
     await tab.page.get_by_role("link", name="Compare its jobs").click()
     await tab.page.wait_for_url(f"**/#/compare/{jobs[1]},{jobs[0]}**")
     await expect(tab.page.locator("table.compared tbody tr").first).to_contain_text("better")
+
+
+async def test_a_sweep_shows_the_messages_that_were_given_up(opened: Open, http: Http, store: Store) -> None:
+    swept = {**SPEC, "sweep": {"parameters": {"rollout.toy.skill": SKILLS}}}
+    id = (await http("POST", "/v1/sweeps", json=swept))[1]["id"]
+    for occasion, entry, error in (("target", 1, "answered 503: <b>away</b>"), ("failed", 0, "timed out")):
+        given_up = Undelivered(time=1.5, occasion=occasion, entry=entry, tries=9, error=error)
+        await SweepStore(store.redis).add_undelivered(id, given_up)
+    tab = await opened(http.url, "sweeps", id)
+    await expect(tab.page.locator("p", has_text="not delivered")).to_have_text([
+        "Message target to notify.1 not delivered: answered 503: <b>away</b>",
+        "Message failed to notify.0 not delivered: timed out",
+    ])  # fmt: skip
 
 
 async def test_sweeps_are_found_by_their_labels_which_are_changed_here(opened: Open, http: Http) -> None:
