@@ -46,8 +46,9 @@ class Evaluation(TypedDict):
     environment: str
     """Empty for sft and dpo, which are evaluated on rows."""
     setting: str
-    """Environment and config, the players of the other seats, sampling; or the rows. Evaluations may be compared where
-    it is equal."""
+    """Results may be compared where it is equal, e.g. `gsm8k split=test; greedy; 512 tokens`: environment, config and
+    tools, players, sampling and limits of episodes, start states; or the rows and how they become tokens. It names what
+    differs from a default; a text of more than 200 characters ends with a digest of the whole."""
     finished: float | None
     values: dict[str, float]
     """val/* metrics; NAME/low and NAME/high are the 95% interval of NAME. Empty until it has succeeded."""

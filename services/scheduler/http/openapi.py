@@ -89,7 +89,7 @@ def _operation(route: Route) -> dict[str, Any]:
     errors |= {"416": "Range not satisfiable"} if ranged else {}
     if route.action is not Action.FREE:
         errors |= {"401": "API key missing or invalid", "429": "Too many requests; see Retry-After"}
-        errors |= {} if route.action is Action.ABOUT else {"403": f"The key does not allow {route.action}"}
+        errors |= {} if route.action is Action.ABOUT else {"403": f"The key lacks the scope {route.action}"}
     errors |= (
         {
             "408": "The request body was not received in time",

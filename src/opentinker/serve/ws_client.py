@@ -185,7 +185,7 @@ class AsyncServing:
 def _refused(url: str, status: int) -> str:
     hints = {
         401: "it asks for a key, or this one is over: set OPENTINKER_API_KEY or OPENTINKER_API_KEY_FILE",
-        403: "the key does not allow it (environments:serve)",
+        403: "the key lacks the scope environments:serve",
         404: "it knows no served environments: is it an OpenTinker server of this version?",
     }
     return f"{url} answered {status}: {hints.get(status, 'see its log')}"

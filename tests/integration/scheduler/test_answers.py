@@ -271,6 +271,9 @@ async def test_the_openapi_document_tells_the_fields_of_answers(client: AsyncCli
     schemas = document["components"]["schemas"]
     answer = document["paths"]["/v1/jobs/{id}"]["get"]["responses"]["200"]
     assert answer["content"]["application/json"]["schema"]["$ref"] == "#/components/schemas/Job"
+    refusal = document["paths"]["/v1/jobs"]["post"]["responses"]["403"]
+    assert refusal["description"] == "The key lacks the scope jobs:write"
+    assert "`gsm8k split=test; greedy; 512 tokens`" in schemas["Evaluation"]["properties"]["setting"]["description"]
     assert {"id", "state", "ledger"} <= set(schemas["Job"]["required"]) and "result" not in schemas["Job"]["required"]
     assert schemas["Job"]["properties"]["kind"]["description"] == "rl, sft, dpo, eval, inference or tinker."
     assert schemas["Ledger"]["properties"]["balanced"]["description"]

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from opentinker.envs.base import user
+from opentinker.serve import ws_client
 from opentinker.services.scheduler.environments.served_gateway import Gateway
 from opentinker.shared.messaging.bus import Bus, NoReply, NoResponders
 from opentinker.shared.messaging.websocket_frames import FRAME_BYTES, CallFrame
@@ -116,3 +117,9 @@ async def test_a_half_open_connection_is_noticed(ctx: Context, bus: Bus, job: st
         assert (await client.socket.receive(10.0)).type is aiohttp.WSMsgType.PING
         opening.cancel()
         await until(lambda: _nobody_serves(bus))
+
+
+def test_who_may_not_serve_is_told_the_scope() -> None:
+    said = ws_client._refused("ws://here", 403)
+    assert said == "ws://here answered 403: the key lacks the scope environments:serve"
+    assert ws_client._refused("ws://here", 500).endswith("see its log")
