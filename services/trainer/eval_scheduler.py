@@ -27,6 +27,7 @@ from opentinker.shared.messaging.bus import NoReply, StreamFull
 from opentinker.shared.messaging.subjects import EXAM, EXAM_RESULT, EXAMS
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import ValidationSpec
+from opentinker.shared.spec.matches.pools import policies_without_opponent, without_opponent
 from opentinker.shared.types.core import Lease, WeightVersion, part_id
 from opentinker.shared.types.errors import JobFailed
 from opentinker.shared.types.evaluation import EvalAck, EvalResult
@@ -134,6 +135,8 @@ class EvalScheduler:
 
     async def run(self) -> None:
         """Run evaluations until cancelled. Raises JobFailed."""
+        if self.reporter.policy in policies_without_opponent(self.reporter.spec):
+            raise JobFailed(f"validation.against {without_opponent(self.reporter.policy)}")
         serving = await self.ctx.bus.serve(EXAM_RESULT, self._receive, job=self._part)
         try:
             await self._purge_exams()  # exams of an earlier trainer

@@ -35,7 +35,7 @@ from opentinker.shared.messaging.subjects import WAKE
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec, StartSpec, parse_spec
 from opentinker.shared.spec.matches.policies import spec_of
-from opentinker.shared.spec.matches.pools import unreachable_pools
+from opentinker.shared.spec.matches.pools import mistakes_in_pools
 from opentinker.shared.spec.matches.seats import MAX_POLICIES
 from opentinker.shared.state.notifications import Notifications
 from opentinker.shared.state.redis_script import UNFENCED
@@ -225,7 +225,7 @@ async def _check_references(ctx: Context, data: Any, spec: JobSpec | None, tenan
     wrong_seats, frozen = await check_seats.check_frozen_seats(ctx, data, spec, tenant)
     mistakes += await check_seats.check_url_seats(ctx, data, spec, tenant)
     mistakes += await check_notify(ctx.settings, spec)
-    mistakes += unreachable_pools(spec) if spec is not None else []
+    mistakes += mistakes_in_pools(spec) if spec is not None else []
     mistakes += _check_priority(ctx, spec, tenant) + families.result() + gpus.result()
     mistakes += asked.mistakes + files.model + wrong_start + wrong_policies + wrong_adapters + wrong_seats
     mistakes += files.frozen + files.data

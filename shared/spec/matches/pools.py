@@ -112,9 +112,33 @@ def _policy_mistakes(spec: JobSpec, name: str, pool: PoolSpec) -> list[Mistake]:
     return found
 
 
-def unreachable_pools(spec: JobSpec) -> list[Mistake]:
+def mistakes_in_pools(spec: JobSpec) -> list[Mistake]:
+    """Return what is wrong with [pools] and is not a part of `parse_spec`: such jobs were accepted once."""
+    return _unreachable(spec) + [
+        mistake("validation.against", len(spec.validation.against if spec.validation else []), without_opponent(name))
+        for name in policies_without_opponent(spec)
+    ]
+
+
+def policies_without_opponent(spec: JobSpec) -> list[str]:
+    """Return the policies of a job with pools that have no opponent in `validation.against` but themselves: the players
+    in [seats] would play, and members of pools, which change, play in no evaluation."""
+    if spec.validation is None or not spec.pools:
+        return []
+    return [name for name in spec.policies if not spec.validation.opponents_of(name)]
+
+
+def without_opponent(policy: str) -> str:
+    """Return what is wrong with such a policy."""
+    return (
+        f"has no opponent for policy {policy!r} but itself, and the members of [pools] play in no evaluation: name "
+        "another one too, e.g. { bot = 'random' }"
+    )
+
+
+def _unreachable(spec: JobSpec) -> list[Mistake]:
     """Return the pools whose `add_if` is above the win rate of a policy that wins all games that a step may take, and
-    those without a turn of it as well. Not a part of `parse_spec`: such jobs were accepted once."""
+    those without a turn of it as well."""
     found = []
     for name, pool in spec.pools.items():
         own = spec.policies[pool.policy] if pool.policy else spec

@@ -8,7 +8,7 @@ from opentinker.shared.data.dry_run_policies import of_policies, policies
 from opentinker.shared.messaging.reply_validation import known_seats
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.evaluation import ambiguous_opponents
-from opentinker.shared.spec.matches.pools import unreachable_pools
+from opentinker.shared.spec.matches.pools import mistakes_in_pools
 from opentinker.shared.spec.matches.seats import SeatTable, mistakes_in_seats
 from opentinker.shared.types.core import Message
 from opentinker.shared.types.errors import described, plural
@@ -22,7 +22,7 @@ PROGRAMS = ("agent_program", "verifiers", "openenv", "ors", "miniwob", "phone_pa
 async def inspect(spec: JobSpec) -> list[Check]:
     """Return each check: name, finding, result (ok | note | bad), hint."""
     checks = [*of_policies(spec, model), *policies(spec)]
-    checks += [check("pools", described(mistake), "bad") for mistake in unreachable_pools(spec)]
+    checks += [check("pools", described(mistake), "bad") for mistake in mistakes_in_pools(spec)]
     messages: list[Message] = []
     if spec.environment.name:
         found, messages = await episode(spec)

@@ -145,6 +145,30 @@ async def test_games_against_a_policy_count_for_the_weights_that_played_them(ctx
     assert again.joint.ratings.results() == expected, "the trainer after a restart knows them"
 
 
+async def test_job_of_before_without_an_opponent_but_a_pool_fails_with_the_reason(ctx: Context) -> None:
+    """No longer accepted; the exams would end every rollout worker that plays them."""
+    seats = {"first": "a", "second": "b", "judge": {"pool": "past"}}
+    spec = make_spec(
+        policies={"a": {}, "b": {}},
+        seats=seats,
+        pools={"past": {"policy": "a", "every": 2}},
+        environment__name="debate",
+        rollout__engine="toy",
+        validation={"every": 4, "against": [{"policy": "b"}]},
+    )
+    lease = Trial(ctx, make_spec()).it.lease
+    for policy, problem in (("b", "has no opponent for policy 'b' but itself"), ("a", None)):
+        record = JobReporter(ctx, lease, spec, SimulatedLearner(spec), policy=policy)
+        it = EvalScheduler(ctx, lease, spec.validation, record, lambda _: None)
+        if problem is None:
+            async with running(it.run()) as task:
+                await asyncio.sleep(0.05)
+                assert not task.done()
+        else:
+            with pytest.raises(JobFailed, match=problem):
+                await asyncio.wait_for(it.run(), 5)
+
+
 async def test_version_that_is_due_waits_for_the_evaluation_before_it(ctx: Context) -> None:
     t = await trial(ctx, every=1)
     async with running(t.it.run()):

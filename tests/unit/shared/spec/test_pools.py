@@ -17,7 +17,7 @@ from opentinker.shared.evaluation.pool_draws import win_rate
 from opentinker.shared.spec import parse_spec
 from opentinker.shared.spec.engines import engines
 from opentinker.shared.spec.matches.policies import pool_spec_of
-from opentinker.shared.spec.matches.pools import MAX_POOLS, pool_player, pools_in, pools_of, unreachable_pools
+from opentinker.shared.spec.matches.pools import MAX_POOLS, mistakes_in_pools, pool_player, pools_in, pools_of
 from opentinker.shared.spec.matches.schedules import MAX_ABSENT_BATCHES
 from opentinker.shared.types.core import WeightVersion
 from opentinker.shared.types.errors import SpecError
@@ -131,7 +131,7 @@ def test_a_pool_that_no_win_rate_would_let_grow_is_named(every: int, steps: int,
             "algorithm": {"group_size": size, "groups_per_batch": batch, "max_staleness": 1, **algorithm},
             "pools": {"past": {"every": every, "add_if": add_if}},
         }
-        return unreachable_pools(parse_spec({**BASE, **changes}))  # stored specs must still be read
+        return mistakes_in_pools(parse_spec({**BASE, **changes}))  # stored specs must still be read
 
     assert found(best) == found(0.5) == []
     (one,) = found(math.nextafter(best, 2) + 1e-12)
@@ -141,6 +141,23 @@ def test_a_pool_that_no_win_rate_would_let_grow_is_named(every: int, steps: int,
     assert found(0.9999, drop_zero_variance=True) == [], "games of discarded groups count as well"
     assert found(best_rate(most, (steps - 1) // every), name="at_grpo") == []
     assert found(best, name="at_grpo") != [], "a tree is one game"
+
+
+def test_a_policy_that_is_evaluated_against_itself_alone_is_named() -> None:
+    """The players in [seats] would play its evaluations, and a member of a pool cannot."""
+    seats = {"first": "a", "second": "b", "judge": {"pool": "past"}}
+    pools = {"past": {"policy": "a", "every": 20}}
+
+    def found(*against: dict[str, str], **changes: Any) -> list[dict[str, Any]]:
+        job = {**BASE, "environment": {"name": "debate"}, "policies": {"a": {}, "b": {}}, "seats": seats,
+               "pools": pools, "validation": {"every": 20, "against": list(against)}, **changes}  # fmt: skip
+        return mistakes_in_pools(parse_spec(job))  # stored specs must still be read
+
+    (one,) = found({"policy": "b"})
+    assert one["field"] == "validation.against" and "no opponent for policy 'b' but itself" in one["problem"]
+    assert found({"policy": "b"}, {"bot": "random"}) == found({"policy": "a"}, {"policy": "b"}) == []
+    assert found({"policy": "b"}, pools={}, seats={**seats, "judge": {"bot": "random"}}) == []
+    assert found({"policy": "b"}, validation=None) == []
 
 
 def test_a_pool_belongs_to_training() -> None:
