@@ -26,7 +26,7 @@ import numpy as np
 from opentinker.services.rollout_worker.engines.base import Completion, EngineError, EngineLost, Sampling, Shown
 from opentinker.services.rollout_worker.episode_protocol import Busy, EpisodeFailed, Sessions
 from opentinker.services.rollout_worker.observation import observation_of
-from opentinker.services.rollout_worker.seat_map import LoadedPolicy, Player, SeatMap
+from opentinker.services.rollout_worker.seat_map import LoadedPolicy, Player, SeatMap, learner_of
 from opentinker.services.rollout_worker.token_stream import Stream
 from opentinker.services.rollout_worker.transcripts import is_kept
 from opentinker.services.rollout_worker.untrainable import Untrainable, reason_against, structure_of, trained_streams
@@ -229,9 +229,8 @@ class Episode:
             words, completion = await stream.player.ask(stream.said, asked, self.spec.rollout.stop)
             return Sampled(completion, time.monotonic() - began, words)
         completion = await self._generate(stream, stream.player, asked, place, candidate)
-        return Sampled(
-            completion, time.monotonic() - began, untrainable=reason_against(completion, asked) * self.is_trained
-        )
+        is_trained = self.is_trained and learner_of(stream.player) is not None
+        return Sampled(completion, time.monotonic() - began, untrainable=reason_against(completion, asked) * is_trained)
 
     def _act(self, stream: Stream, sampled: Sampled) -> SeatAction:
         """Append the output to the stream and return what the environment gets of it."""

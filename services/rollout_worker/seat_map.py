@@ -42,6 +42,12 @@ Player = LoadedPolicy | UrlPlayer
 """Players of a seat other than bots. Only a policy of the job learns; all others are left out by name."""
 
 
+def learner_of(player: Player) -> LoadedPolicy | None:
+    """Return the player as the policy that learns; None of frozen checkpoints, members of pools and models behind
+    URLs."""
+    return player if isinstance(player, LoadedPolicy) and not player.is_frozen else None
+
+
 class SeatMap:
     """`[seats]` of a job, with its policies loaded."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 import numpy as np
 
@@ -45,11 +47,12 @@ class Stream:
         self.said += messages
 
     def sample(self, completion: Completion, text: str, untrainable: str = "") -> None:
-        """`untrainable`: why the tokens are not trained."""
+        """`untrainable`: why the tokens are not trained. A logprob that is not finite, of a player that does not learn,
+        becomes 0."""
         start, count = len(self.ids), len(completion.ids)
         self.ids += completion.ids
         self.mask += [0 if untrainable else 1] * count
-        self.logprobs += [0.0] * count if untrainable else completion.logprobs
+        self.logprobs += [0.0] * count if untrainable else [p if math.isfinite(p) else 0.0 for p in completion.logprobs]
         if not untrainable:
             self.spans += [Span(start + s.start, start + s.end, s.version) for s in completion.spans]
         if isinstance(self.player, LoadedPolicy):

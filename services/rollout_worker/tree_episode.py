@@ -17,7 +17,7 @@ import numpy as np
 
 from opentinker.services.rollout_worker.episode import Episode, Sampled
 from opentinker.services.rollout_worker.episode_protocol import EpisodeFailed
-from opentinker.services.rollout_worker.seat_map import LoadedPolicy
+from opentinker.services.rollout_worker.seat_map import learner_of
 from opentinker.services.rollout_worker.token_stream import Stream
 from opentinker.shared.asyncio_tools import gather_all
 from opentinker.shared.spec.tree_sampling import turn_rewards
@@ -110,7 +110,7 @@ class TreeEpisode(Episode):
 
     async def _candidates(self, stream: Stream, prompt: SeatPrompt, place: int) -> list[Candidate]:
         """Return the candidates of one seat, which see the same."""
-        count = self.ticket.group_size if _learner(stream) is not None else 1
+        count = self.ticket.group_size if learner_of(stream.player) is not None else 1
         sampled_K = await gather_all([self._sample(stream, prompt, place, candidate) for candidate in range(count)])
         return [Candidate(sampled, self._action(stream, sampled)) for sampled in sampled_K]
 
@@ -145,11 +145,6 @@ class TreeEpisode(Episode):
         return msgspec.structs.replace(trajectory, truncated=outcome.truncated, metrics=outcome.metrics, messages=None)
 
 
-def _learner(stream: Stream) -> LoadedPolicy | None:
-    """Return the policy that learns from the stream; None of frozen checkpoints and models behind URLs."""
-    return stream.player if isinstance(stream.player, LoadedPolicy) and not stream.player.is_frozen else None
-
-
 def _paid(streams: Sequence[Stream], outcome: SessionReply) -> dict[str, float]:
     """Return what the environment paid for a turn, by seat, those that acted included. `streams`: theirs."""
     paid = {stream.seat: outcome.reward for stream in streams}  # 0 in a round, whose rewards are named
@@ -170,7 +165,7 @@ def _best(
     count = len(paid_K)
     totals_K, trainable_K = np.zeros(count), np.zeros(count)
     for stream, own in zip(streams, candidates_SK, strict=True):
-        if (policy := _learner(stream)) is None:
+        if (policy := learner_of(stream.player)) is None:
             continue
         totals_K += turn_rewards(stream.seat, paid_K, policy.spec.algorithm)
         if stream.seat not in trained:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
+
+import msgspec
+import pytest
 
 from opentinker.services.rollout_worker.episode import Episode
 from opentinker.services.rollout_worker.seat_map import LoadedPolicy, SeatMap
 from opentinker.shared.types.core import Ending
 from opentinker.shared.types.env_protocol import SessionReply
+from opentinker.shared.types.guide import Guide
 from opentinker.shared.types.match_results import IdleSeat
+from opentinker.shared.types.trajectories import Group
 from tests.support.factories import V0, make_spec, make_ticket
-from tests.unit.rollout_worker.scripted_episode import Chars, Env, Script, episode, reply, say
+from tests.unit.rollout_worker.scripted_episode import Chars, Env, Script, episode, failure_of, renderer, reply, say
 
 
 def move(seat: str, *texts: str, stream: str = "", **changes: Any) -> SessionReply:
@@ -67,6 +73,42 @@ async def test_a_new_stream_begins_a_new_context_and_an_old_one_goes_on() -> Non
     assert main.ids.tolist() == Chars().encode("<u>plan$\n<a>a$\n<u>the helper says y$\n<a>b$")
     assert helper.ids.tolist() == Chars().encode("<u>look up x$\n<a>y$")
     assert (main.stream, helper.stream, main.reward, helper.reward) == ("main", "helper", 1.0, 0.0)
+
+
+def judged(spec: Any, *, is_frozen: bool) -> Episode:
+    """A match of one turn each: the second player answers under a schema, and has a token without a finite logprob."""
+    guide = Guide(schema={"type": "object"})
+    env = Env(
+        [
+            move("player", "go"),
+            move("judge", "player said a", guide=guide),
+            move("", done=True, rewards={"player": {"win": 1.0}}),
+        ]
+    )
+    verdict = msgspec.structs.replace(say("{}$"), logprobs=[-0.5, -math.inf, -0.5])
+    played = episode(Script([say("a$")]), env)
+    judge = LoadedPolicy(spec.seats["judge"].player, spec, Script([verdict]), renderer(), is_frozen)  # type: ignore[arg-type]
+    player = LoadedPolicy("player", spec, played.seats.first.engine, renderer())
+    played.seats = SeatMap(spec, [player, judge])
+    return played
+
+
+@pytest.mark.parametrize("player", [{"frozen": "j-0123456789@50"}, {"pool": "past"}])
+async def test_a_player_that_does_not_learn_may_answer_as_nothing_could_be_trained(player: dict[str, str]) -> None:
+    pools = {"past": {"policy": "player", "every": 1}} if "pool" in player else {}
+    spec = make_spec(policies={"player": {}}, seats={"player": "player", "judge": player}, pools=pools,
+                     rollout__engine="toy")  # fmt: skip
+    found = await judged(spec, is_frozen=True).run()
+    Group(job="j", seq=0, environment="e", worker="w", trajectories=found).check()
+    own, verdict = found
+    assert (own.reward, own.turns[0].untrainable, verdict.turns[0].untrainable) == (1.0, "", "")
+    assert verdict.logprobs[verdict.mask == 1].tolist() == [-0.5, 0.0, -0.5]
+
+
+async def test_a_policy_that_learns_and_has_no_turn_to_be_trained_voids_the_match() -> None:
+    spec = make_spec(policies={"player": {}, "other": {}}, seats={"player": "player", "judge": "other"})
+    failed = await failure_of(judged(spec, is_frozen=False))
+    assert failed.ending == Ending.UNTRAINABLE and "no turn of seat 'judge' can be trained" in str(failed)
 
 
 def test_players_rotate_by_position_in_the_submission_order_not_by_number() -> None:
