@@ -15,6 +15,7 @@ from opentinker.shared.evaluation.job_ratings import JobRatings
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.matches.policies import spec_of
 from opentinker.shared.spec.matches.schedules import Rule, rule_of
+from opentinker.shared.spec.tree_sampling import is_tree
 from opentinker.shared.types.core import WeightVersion
 from opentinker.shared.types.manifest import Manifest
 from opentinker.shared.types.trajectories import Group
@@ -92,7 +93,7 @@ class JointProgress:
         batches = {name: one.algorithm.groups_per_batch for name, one in own.items()}
         joint = cls(spec.train.steps, steps, rule_of(spec), batches)
         joint._pools = {name: pool.policy or "" for name, pool in spec.pools.items()}
-        joint.ratings = JobRatings(spec.policies, joint._pools)
+        joint.ratings = JobRatings(spec.policies, joint._pools, has_trees=is_tree(spec))
         joint.rates = spec.validation is not None or bool(spec.pools)
         by_alarm = any(one.train.rewind_on for one in own.values())
         joint.goes_back_together = (

@@ -46,9 +46,12 @@ def version_of(player: str) -> tuple[str, WeightVersion] | None:
 
 
 class JobRatings:
-    def __init__(self, policies: Iterable[str] = (), pools: Mapping[str, str] | None = None) -> None:
-        """`policies`: of a job with several; `pools`: the policy whose versions are in each pool."""
-        self._policies, self._pools = frozenset(policies), dict(pools or {})
+    def __init__(
+        self, policies: Iterable[str] = (), pools: Mapping[str, str] | None = None, *, has_trees: bool = False
+    ) -> None:
+        """`policies`: of a job with several; `pools`: the policy whose versions are in each pool. `has_trees`: matches
+        of training do not count, since a tree goes on from the best of several candidates."""
+        self._policies, self._pools, self._has_trees = frozenset(policies), dict(pools or {}), has_trees
         self._versions: dict[str, None] = {}
         """Players that are versions of policies, in the order in which they have played last."""
         self._forget_above = MAX_RATED
@@ -86,9 +89,9 @@ class JobRatings:
         self._add(self.count_matches(policy, matches))
 
     def count_matches(self, policy: str, matches: Iterable[MatchResult]) -> Results:
-        """Return the results of matches by pair of players."""
+        """Return the results of matches by pair of players, as far as they count."""
         found: Results = {}
-        for match in matches:
+        for match in () if self._has_trees else matches:
             player = version_name(policy, WeightVersion.parse(match.version))
             for name, met in match.opponents.items():
                 games = SHARED if name in self._policies else 1.0
@@ -160,7 +163,7 @@ class JobRatings:
 
     def copy(self) -> JobRatings:
         self.count_restored()
-        copied = JobRatings(self._policies, self._pools)
+        copied = JobRatings(self._policies, self._pools, has_trees=self._has_trees)
         copied._resumed = dict(self._resumed)
         copied._versions, copied._trained = dict(self._versions), dict(self._trained)
         copied._forget_above = self._forget_above

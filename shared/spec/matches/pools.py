@@ -41,13 +41,13 @@ class PoolSpec(SpecPart):
     """Most members; the oldest leave first. The weights of each lie on disk."""
     add_if: Fraction | None = None
     """Least win rate of the policy against the members with which a candidate is added, draws counted half; results
-    lose half their weight at each candidate. Default: every candidate is added."""
+    lose half their weight at each candidate. Not with advantage = "agent_turn". Default: every candidate is added."""
     latest: Fraction = 0.5
     """Share of the matches that the newest member plays in any case."""
     rule: PoolRule = "uniform"
     """How the member of all other matches is drawn, the newest included. `uniform`: all alike. `pfsp_hard`: those that
     the policy loses to, with probability proportional to (1 - win rate)^2. `pfsp_even`: those as strong as it is,
-    proportional to win rate * (1 - win rate)."""
+    proportional to win rate * (1 - win rate). Both not with advantage = "agent_turn"."""
     stretch: Annotated[int, Field(ge=1, le=MAX_STRETCH)] = 1
     """Consecutive groups of matches that meet the same member. A rollout worker loads the weights of the next member;
     where that takes long, a higher value makes it rarer."""
@@ -114,10 +114,11 @@ def _policy_mistakes(spec: JobSpec, name: str, pool: PoolSpec) -> list[Mistake]:
 
 def mistakes_in_pools(spec: JobSpec) -> list[Mistake]:
     """Return what is wrong with [pools] and is not a part of `parse_spec`: such jobs were accepted once."""
-    return _unreachable(spec) + [
-        mistake("validation.against", len(spec.validation.against if spec.validation else []), without_opponent(name))
-        for name in policies_without_opponent(spec)
-    ]
+    found = _of_trees(spec) + _unreachable(spec)
+    for name in policies_without_opponent(spec):
+        count = len(spec.validation.against) if spec.validation else 0
+        found.append(mistake("validation.against", count, without_opponent(name)))
+    return found
 
 
 def policies_without_opponent(spec: JobSpec) -> list[str]:
@@ -136,6 +137,23 @@ def without_opponent(policy: str) -> str:
     )
 
 
+def _of_trees(spec: JobSpec) -> list[Mistake]:
+    """Return the rules of pools that go by win rates which are those of trees."""
+    by = (
+        f"does not apply with algorithm.advantage = {TREE_SAMPLED!r}: its games go on from the best of several "
+        "candidates, so the policy wins more of them than it would by itself"
+    )
+    found = []
+    for name, pool in spec.pools.items():
+        if (spec.policies[pool.policy] if pool.policy else spec).algorithm.advantage != TREE_SAMPLED:
+            continue
+        if pool.add_if is not None:
+            found.append(mistake(f"pools.{name}.add_if", pool.add_if, f"{by}. Leave it out: every candidate is added"))
+        if pool.rule != "uniform":
+            found.append(mistake(f"pools.{name}.rule", pool.rule, f"{by}. Leave it at 'uniform'"))
+    return found
+
+
 def _unreachable(spec: JobSpec) -> list[Mistake]:
     """Return the pools whose `add_if` is above the win rate of a policy that wins all games that a step may take, and
     those without a turn of it as well."""
@@ -143,11 +161,11 @@ def _unreachable(spec: JobSpec) -> list[Mistake]:
     for name, pool in spec.pools.items():
         own = spec.policies[pool.policy] if pool.policy else spec
         algorithm = own.algorithm
-        if pool.add_if is None or algorithm.drop_zero_variance:  # games of discarded groups count too
+        is_tree = algorithm.advantage == TREE_SAMPLED
+        if pool.add_if is None or is_tree or algorithm.drop_zero_variance:  # games of discarded groups count too
             continue
-        size = 1 if algorithm.advantage == TREE_SAMPLED else algorithm.group_size
         absent = MAX_ABSENT_BATCHES + algorithm.max_staleness + 1  # the last may come with all that are in flight
-        games = pool.every * (rule_of(spec).growth + absent) * algorithm.groups_per_batch * size
+        games = pool.every * (rule_of(spec).growth + absent) * algorithm.groups_per_batch * algorithm.group_size
         recent = 2 * games * (1 - 0.5 ** ((own.train.steps - 1) // pool.every))
         best = (recent + 0.5) / (recent + 1)
         if pool.add_if > best:

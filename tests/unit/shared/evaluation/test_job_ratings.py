@@ -10,11 +10,13 @@ import msgspec
 import orjson
 import pytest
 
+from opentinker.services.trainer.joint_progress import JointProgress
 from opentinker.shared.evaluation import job_ratings
 from opentinker.shared.evaluation.job_ratings import Counts, JobRatings
 from opentinker.shared.evaluation.records import Evaluations
 from opentinker.shared.types.core import WeightVersion
 from opentinker.shared.types.match_results import MatchResult, Opponent
+from tests.support.factories import make_spec
 
 BOT = "bot:random"
 EVEN: Counts = (50, 0, 50)
@@ -232,3 +234,35 @@ async def test_a_restart_changes_no_results_of_a_long_job(tmp_path: Path) -> Non
     after = JobRatings(pools={"past": ""})
     Evaluations(bus, "j", tmp_path, event, event, "", after).restore({1: 0}, 600)
     assert after.results() == before.results()
+
+
+@pytest.mark.parametrize("algorithm", ["at_grpo", "grpo"])
+async def test_the_rating_of_a_job_with_trees_is_that_of_its_evaluations(tmp_path: Path, algorithm: str) -> None:
+    """Its matches of training go on from the best of several candidates: 97 of 100 are won, and 20 by the policy
+    itself."""
+    spec = make_spec(
+        algorithm={"name": algorithm, "group_size": 16, "groups_per_batch": 1},
+        environment__name="matching_pennies",
+        rollout__engine="toy",
+        seats={"odd": {"bot": "random"}},
+        validation={"every": 1, "episodes": 100, "against": [{"bot": "random"}]},
+    )
+    played = matches("1.1", 97, 0, 3, **{BOT: ""})
+    line = {"epoch": 1, "step": 2, "time": 0.0, "matches": msgspec.to_builtins(played)}
+    (tmp_path / "matches.jsonl").write_bytes(orjson.dumps(line) + b"\n")
+
+    async def rated(ratings: JobRatings, *, after_matches: bool) -> dict[str, float]:
+        async def event(*_: Any) -> None: ...
+
+        bus: Any = SimpleNamespace(on_reconnect=set())
+        kept = Evaluations(bus, "j", tmp_path, event, event, "", ratings)
+        if after_matches:
+            kept.restore({1: 0}, 2)
+            ratings.add_matches("", played)
+        values = {"val/wins/random": 20.0, "val/draws/random": 0.0, "val/losses/random": 80.0}
+        return await kept.rate(WeightVersion(1, 1), values, {"random": BOT}, ["random"])
+
+    alone = await rated(JobRatings(), after_matches=False)
+    found = await rated(JointProgress.of(spec).ratings, after_matches=True)
+    assert alone["val/rating"] < -200
+    assert found == alone if algorithm == "at_grpo" else found["val/rating"] > 0

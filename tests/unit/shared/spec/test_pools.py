@@ -139,8 +139,20 @@ def test_a_pool_that_no_win_rate_would_let_grow_is_named(every: int, steps: int,
     assert f"at most {most * size} games" in one["problem"]
     assert found(0.9999) != []
     assert found(0.9999, drop_zero_variance=True) == [], "games of discarded groups count as well"
-    assert found(best_rate(most, (steps - 1) // every), name="at_grpo") == []
-    assert found(best, name="at_grpo") != [], "a tree is one game"
+
+
+def test_win_rates_of_trees_decide_nothing() -> None:
+    """Their games go on from the best candidates."""
+
+    def found(algorithm: str, **pool: Any) -> dict[str, str]:
+        changes = {"algorithm": {"name": algorithm, "group_size": 4}, "pools": {"past": {"every": 10, **pool}}}
+        return {one["field"]: one["problem"] for one in mistakes_in_pools(parse_spec({**BASE, **changes}))}
+
+    refused = found("at_grpo", add_if=0.55, rule="pfsp_hard")
+    assert list(refused) == ["pools.past.add_if", "pools.past.rule"]
+    assert "the best of several candidates" in refused["pools.past.add_if"]
+    assert found("at_grpo", rule="pfsp_even").keys() == {"pools.past.rule"}
+    assert found("at_grpo", latest=0.2, keep=3) == found("grpo", add_if=0.55, rule="pfsp_hard") == {}
 
 
 def test_a_policy_that_is_evaluated_against_itself_alone_is_named() -> None:
