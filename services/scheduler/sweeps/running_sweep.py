@@ -298,7 +298,7 @@ class RunningSweep:
         return spec
 
     def _refuse(self, trial: Trial, job: TrialJob, error: Exception) -> None:
-        job.over = True
+        job.over, self._refused_since = True, 0.0
         self._end_trial(trial, TrialState.FAILED, f"its job was refused: {error}"[:1000])
 
     async def _key_problem(self) -> str:

@@ -26,7 +26,7 @@ from tests.conftest import NewContext, soon, until
 from tests.support.api import SPEC, Http, bearing, new_key_of
 from tests.support.factories import make_spec
 from tests.support.scheduling import built_with, scheduler
-from tests.support.sweeps import SKILL, ends, jobs_of, play, play_all, skill, submitted, swept
+from tests.support.sweeps import SKILL, SKILLS, ends, jobs_of, play, play_all, skill, submitted, swept
 
 
 @asynccontextmanager
@@ -225,6 +225,24 @@ async def test_a_job_that_is_refused_is_submitted_again_for_a_while(
     else:
         assert over["trials"] == {"failed": 2, "finished": 1}
         assert "its job was refused: notify.0.url" in over["all_trials"][0]["reason"]
+
+
+async def test_each_job_that_is_refused_has_its_own_while(
+    http: Http, ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusals = [SpecError.of("environment.name", "served:x", "no process serves it")] * 2
+
+    async def refusing(ctx: Context, spec: dict[str, Any], *args: Any, **options: Any) -> Any:
+        if skill(spec) == SKILLS[0]:
+            raise refusals[0]
+        if len(refusals) > 1:
+            raise refusals.pop()
+        return await submit(ctx, spec, *args, **options)
+
+    built_with(monkeypatch, controller, RunningSweep, retry_s=0.05, refused_s=2.0)
+    monkeypatch.setattr(running_sweep, "submit", refusing)
+    over = await play_all(ctx, http, await submitted(http), lambda spec: [skill(spec)])
+    assert [trial["state"] for trial in over["all_trials"]] == ["failed", "finished", "finished"]
 
 
 async def test_a_search_that_fails_fails_its_sweep(http: Http, ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
