@@ -60,8 +60,8 @@ class TrialJob(msgspec.Struct, kw_only=True):
     """Newest step with the sweep's metric."""
     value: float | None = None
     """Summary of the metric so far."""
-    curve: list[tuple[int, float]] = []
-    """The moving mean of the metric, thinned out."""
+    rungs: dict[int, float] = {}
+    """The moving mean of the metric at the steps of early stopping that it has passed."""
 
 
 class Trial(msgspec.Struct, kw_only=True):

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
+from opentinker.services.scheduler.sweeps.early_stopping import rungs
 from opentinker.shared.spec.sweeps.table import SweepTable
 from opentinker.shared.types.sweeps import Trial
 
 MAX_POINTS = 10_000
 """Points of a history that are kept; of a longer one, every second."""
-CURVE_POINTS = 100
-"""Points of a curve that a trial's record has."""
 LARGEST = 1e300
 """Largest absolute value that counts: the sum of MAX_POINTS of them is finite. Others are left out like NaN."""
 
@@ -25,7 +25,10 @@ class History:
         assert table.metric is not None and table.window is not None
         self._metric, self._window, self._summary = table.metric, table.window, table.summary
         self._largest = table.goal == "maximize"
+        self._rule = table.early_stopping
         self._values: dict[int, float] = {}
+        self._passed: dict[int, float] = {}
+        """Moving means at the rungs that were passed before points were left out."""
         self.names: set[str] = set()
         """Metrics that the job has reported."""
 
@@ -36,7 +39,10 @@ class History:
         value = values.get(self._metric, math.nan)
         if abs(value) <= LARGEST:
             self._values[step] = value
+            if self._passed and step <= max(self._passed):  # trained again
+                self._passed = {rung: mean for rung, mean in self._passed.items() if rung < step}
             if len(self._values) > MAX_POINTS:
+                self._passed = self.rungs()
                 self._values = dict(sorted(self._values.items())[::-2])
 
     @property
@@ -69,22 +75,16 @@ class History:
         full = means[self._window - 1 :] or means[-1:]  # a mean over fewer points is a matter of luck
         return means[-1] if self._summary == "last" else (max if self._largest else min)(full)
 
-    def curve(self) -> list[tuple[int, float]]:
-        """Return the moving mean at CURVE_POINTS steps at most, the last among them."""
-        means = self.means()
-        stride = -(-len(means) // CURVE_POINTS) or 1
-        return means[::-1][::stride][::-1]
-
-
-def at_step(trial: Trial, step: int) -> float | None:
-    """Return the trial's moving mean at a step, over its jobs; None if one of them is not there yet."""
-    found = []
-    for job in trial.jobs:
-        before = [value for at, value in job.curve if at <= step]
-        if job.step < step or not before:
-            return None
-        found.append(before[-1])
-    return sum(found) / len(found)
+    def rungs(self) -> dict[int, float]:
+        """Return the moving mean at each rung of early stopping that was passed, of those that follow a point."""
+        if self._rule is None:
+            return {}
+        means, found = self.means(), dict(self._passed)
+        steps = [step for step, _ in means]
+        for rung in rungs(self._rule, self.step):
+            if rung not in found and (place := bisect_right(steps, rung)):
+                found[rung] = means[place - 1][1]
+        return found
 
 
 def mean_value(trial: Trial) -> float | None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from opentinker.services.scheduler.sweeps.curves import at_step
 from opentinker.shared.spec.sweeps.table import EarlyStoppingSpec, SweepTable
 from opentinker.shared.types.sweeps import Trial
+
+DENSE = 64
+"""median: multiples of min_steps that are all rungs; of the next DENSE every second is one, of the next 2 * DENSE every
+fourth, and so on: a record has all rungs of its jobs."""
 
 
 def judge(trial: Trial, trials: Sequence[Trial], table: SweepTable) -> str:
@@ -19,8 +22,8 @@ def judge(trial: Trial, trials: Sequence[Trial], table: SweepTable) -> str:
     if step <= trial.judged:
         return ""
     trial.judged = step
-    own = at_step(trial, step)
-    others = [value for one in trials if one.number != trial.number and (value := at_step(one, step)) is not None]
+    own = _at_rung(trial, step)
+    others = [value for one in trials if one.number != trial.number and (value := _at_rung(one, step)) is not None]
     if own is None:
         return ""
     sign = 1.0 if table.goal == "maximize" else -1.0
@@ -45,13 +48,20 @@ def _eliminated(rule: EarlyStoppingSpec, own: float, others: Sequence[float]) ->
     return f"is not among the best {kept} of {trials} trials"
 
 
+def _at_rung(trial: Trial, step: int) -> float | None:
+    """Return the trial's moving mean at a rung, over its jobs; None if one of them has none there yet."""
+    found = [job.rungs[step] for job in trial.jobs if step in job.rungs]
+    return sum(found) / len(found) if len(found) == len(trial.jobs) else None
+
+
 def last_rung(rule: EarlyStoppingSpec, step: int) -> int:
     """Return the last step, up to `step`, at which trials are judged; 0 before the first."""
-    if step < rule.min_steps:
-        return 0
-    if rule.rule == "median":
-        return step // rule.min_steps * rule.min_steps
-    rung = rule.min_steps
-    while rung * rule.factor <= step:
-        rung *= rule.factor
-    return rung
+    return max(rungs(rule, step), default=0)
+
+
+def rungs(rule: EarlyStoppingSpec, step: int) -> Iterator[int]:
+    """Yield the steps, up to `step`, at which trials are judged."""
+    place = 1
+    while (rung := place * rule.min_steps) <= step:
+        yield rung
+        place = place * rule.factor if rule.rule == "halving" else place + (1 << (place // DENSE).bit_length())

@@ -122,7 +122,7 @@ class RunningSweep:
             for cursor, point in page:
                 history.add(point.step, point.values)
                 self._cursors[job.id] = cursor
-        job.state, job.step, job.value, job.curve = record.state, history.step, history.value(), history.curve()
+        job.state, job.step, job.value, job.rungs = record.state, history.step, history.value(), history.rungs()
         complete = history.step >= record.step or time.time() - record.finished > self._late_s
         job.over = record.state.final and complete
 

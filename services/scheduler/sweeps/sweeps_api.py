@@ -175,5 +175,5 @@ def _trial(trial: Trial) -> dict[str, Any]:
     shown = msgspec.to_builtins(trial)
     del shown["judged"]
     for job in shown["jobs"]:
-        del job["curve"], job["over"]
+        del job["rungs"], job["over"]
     return {**shown, "finished": trial.finished or None}

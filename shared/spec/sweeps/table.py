@@ -142,9 +142,10 @@ class EarlyStoppingSpec(SpecPart):
     """Rules that stop a trial that does worse than the others."""
 
     rule: Literal["median", "halving"] = "median"
-    """`median`: a trial is stopped at a multiple of min_steps where it is worse than the median of the other trials at
-    that step. `halving`: successive halving; at steps min_steps, min_steps * factor, min_steps * factor^2... only the
-    best 1/factor of the trials that got there continue (asynchronous: no trial waits for the others)."""
+    """`median`: a trial is stopped at a multiple of min_steps (after 64 of them at every second one, after 128 at every
+    fourth...) where it is worse than the median of the other trials at that step. `halving`: successive halving; at
+    steps min_steps, min_steps * factor, min_steps * factor^2... only the best 1/factor of the trials that got there
+    continue (asynchronous: no trial waits for the others)."""
     min_steps: Steps
     """Steps that every trial makes before it is judged."""
     min_trials: Annotated[int, Field(ge=1, le=MAX_JOBS)] = 4

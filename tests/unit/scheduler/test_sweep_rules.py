@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
 import pytest
 
 from opentinker.services.scheduler.sweeps.adaptive import OTHER_TRIALS, _telling, importance, suggest
-from opentinker.services.scheduler.sweeps.curves import CURVE_POINTS, MAX_POINTS, History, best_of, mean_value
-from opentinker.services.scheduler.sweeps.early_stopping import judge, last_rung
+from opentinker.services.scheduler.sweeps.curves import MAX_POINTS, History, best_of, mean_value
+from opentinker.services.scheduler.sweeps.early_stopping import judge, last_rung, rungs
 from opentinker.services.scheduler.sweeps.metric_names import absent_metric
 from opentinker.shared.spec.sweeps.table import EarlyStoppingSpec, SweepTable
 from opentinker.shared.types.sweeps import Trial, TrialJob, TrialState
@@ -30,7 +31,7 @@ def history(values: list[float], **fields: Any) -> History:
 
 
 def trial(number: int, *curves: list[float], **fields: Any) -> Trial:
-    jobs = [TrialJob(id=f"j{n}", step=len(c), curve=list(enumerate(c, 1))) for n, c in enumerate(curves)]
+    jobs = [TrialJob(id=f"j{n}", step=len(c), rungs=dict(enumerate(c, 1))) for n, c in enumerate(curves)]
     return Trial(number=number, settings={"train.lr": 1e-4}, jobs=jobs, **fields)
 
 
@@ -52,7 +53,7 @@ def test_a_history_s_value_is_its_end_its_best_or_its_mean(fields: dict[str, Any
 def test_a_long_history_is_thinned_out() -> None:
     found = history([float(step) for step in range(MAX_POINTS + 5)], window=1)
     assert found.value() == MAX_POINTS + 4
-    assert len(found.curve()) <= CURVE_POINTS and found.curve()[-1] == (MAX_POINTS + 5, MAX_POINTS + 4)
+    assert len(found.means()) == MAX_POINTS // 2 + 5 and found.means()[-1] == (MAX_POINTS + 5, MAX_POINTS + 4)
 
 
 def test_the_newest_point_of_a_long_history_is_kept() -> None:
@@ -75,8 +76,8 @@ def test_values_as_large_as_floats_overflow_nothing(summary: str) -> None:
         [1.7e308, 1.7e308, float("inf"), float("nan"), *[1e300] * MAX_POINTS], window=10_000, summary=summary
     )
     assert found.value() == pytest.approx(1e300)
-    assert all(math.isfinite(value) for _, value in found.curve())
-    seeds = [TrialJob(id=f"j{n}", value=found.value(), step=1, curve=[(1, 1e300)]) for n in range(20)]
+    assert all(math.isfinite(value) for _, value in found.means())
+    seeds = [TrialJob(id=f"j{n}", value=found.value(), step=1) for n in range(20)]
     assert mean_value(Trial(number=0, settings={}, jobs=seeds)) == pytest.approx(1e300)
 
 
@@ -119,6 +120,44 @@ def test_halving_keeps_the_best_share_at_each_rung() -> None:
     for one in trials:
         one.judged = 0
     assert [bool(judge(one, trials, swept)) for one in trials] == [True] * 4 + [False] * 2
+
+
+HALVING = {"rule": "halving", "min_steps": 20, "factor": 3}
+
+
+def rising(number: int, steps: int, slope: float, rule: dict[str, Any]) -> Trial:
+    """Return a trial whose metric rises with each step."""
+    found = history([slope * step for step in range(1, steps + 1)], window=1, early_stopping=rule)
+    return Trial(number=number, settings={}, jobs=[TrialJob(id="j", step=found.step, rungs=found.rungs())])
+
+
+@pytest.mark.parametrize("rule", [HALVING, {"min_steps": 20, "min_trials": 2}], ids=["halving", "median"])
+@pytest.mark.parametrize("steps", [5_000, 2 * MAX_POINTS])
+def test_a_trial_is_judged_by_the_same_steps_of_long_ones(rule: dict[str, Any], steps: int) -> None:
+    swept = table(early_stopping=rule)
+    ended = [rising(number, steps, 1.0, rule) for number in (1, 2)]
+    for step in (20, 60):
+        assert judge(rising(0, step, 0.9, rule), ended, swept).startswith(f"reward/mean {0.9 * step:g} at step {step} ")
+        assert not judge(rising(0, step, 1.1, rule), ended, swept)
+
+
+def test_a_rung_has_the_mean_of_the_last_point_before_it_as_it_was_trained_last() -> None:
+    found = History(table(window=1, early_stopping=HALVING))
+    for step in range(50, MAX_POINTS + 60):
+        found.add(step, {"reward/mean": float(step)})
+    before = found.rungs()
+    assert before == {60: 60.0, 180: 180.0, 540: 540.0, 1620: 1620.0, 4860: 4860.0}
+    found.add(170, {"reward/mean": -1.0})
+    assert found.rungs()[60] == 60.0 and found.rungs()[180] in (179.0, 180.0), "half of the points are left"
+    found.add(180, {"reward/mean": -2.0})
+    assert (found.rungs()[60], found.rungs()[180]) == (60.0, -2.0)
+    assert history([1.0] * 30).rungs() == {}, "no rule, no rungs"
+
+
+def test_the_longest_job_has_a_bounded_number_of_rungs() -> None:
+    found = [*rungs(EarlyStoppingSpec(min_steps=1), 10**8)]
+    assert found[:66] == [*range(1, 65), 66, 68] and len(found) < 800 and found == sorted({*found})
+    assert all(after - at <= at / 32 for at, after in itertools.pairwise(found[64:]))
 
 
 @pytest.mark.parametrize(
