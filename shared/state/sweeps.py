@@ -155,6 +155,13 @@ class SweepStore:
         """Return ids of sweeps that run, or whose jobs are still to be cancelled."""
         return sorted(await self._redis.smembers(ACTIVE))
 
+    async def active_documents(self) -> dict[str, str]:
+        """Return what these were made of, as JSON: their tables and the specs of their jobs."""
+        ids = await self.active()
+        keys = [f"sweep:{id}" for id in ids]
+        tables, bases = [await read_field(self._redis, keys, field) for field in ("table", "base")]
+        return {id: f"{table}{base}" for id, table, base in zip(ids, tables, bases, strict=True)}
+
     async def is_active(self, id: str) -> bool:
         """Return whether a sweep runs, or has jobs that are still to be cancelled."""
         return bool(await self._redis.sismember(ACTIVE, id))

@@ -47,6 +47,7 @@ from opentinker.shared.messaging.bus import NoReply
 from opentinker.shared.runtime.service import Context, first_failure
 from opentinker.shared.state.artifacts import CHECKPOINTS, ArtifactEntry, checkpoint_path
 from opentinker.shared.state.redis_script import UNFENCED
+from opentinker.shared.state.sweeps import SweepStore
 from opentinker.shared.state.usage import UsageStore
 from opentinker.shared.types.core import JobRecord, split_part
 from opentinker.shared.types.errors import Fenced, NotFound
@@ -73,6 +74,7 @@ class Archiver:
         self._staged = ctx.settings.data_dir / "staged"
         self._news = asyncio.Event()
         self._usage = UsageStore(ctx.store.redis)
+        self._sweeps = SweepStore(ctx.store.redis)
         self._metrics = CheckpointMetrics()
         self._mark = uuid.uuid4().hex[:8]
         """Unique to this leadership."""
@@ -116,7 +118,7 @@ class Archiver:
         active = await self.store.active_jobs()
         begun = [id for job in active if job.epoch > 0 for id in job.artifact_ids]
         await self.index.open(*begun, leader=self.leader)
-        in_use = used_by(active)
+        in_use = used_by(active, (await self._sweeps.active_documents()).values())
         ending = set(await self.store.ending_jobs())
         for job in await self.store.jobs(await self.index.opened()):
             with _retried_later(job=job.id):

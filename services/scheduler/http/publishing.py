@@ -29,6 +29,7 @@ from opentinker.shared import api_types
 from opentinker.shared.security.authorization import Action
 from opentinker.shared.spec.start import PUBLISHED, SAVED
 from opentinker.shared.state.artifacts import Publication, checkpoint_path
+from opentinker.shared.state.sweeps import SweepStore
 from opentinker.shared.types.core import JobRecord, split_part
 from opentinker.shared.types.errors import Conflict, NotFound, SpecError
 
@@ -209,6 +210,9 @@ class PublishingApi:
         for other in await self.store.active_jobs():
             if used_by([other]).get(job.id, set()) & set(steps):
                 raise Conflict(f"job {other.id} ({other.state}) uses a checkpoint of job {job.id}")
+        for sweep, document in (await SweepStore(self.store.redis).active_documents()).items():
+            if used_by([], [document]).get(job.id, set()) & set(steps):
+                raise Conflict(f"sweep {sweep} (running) uses a checkpoint of job {job.id}")
 
 
 def _shown(one: Publication) -> dict[str, Any]:

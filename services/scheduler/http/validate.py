@@ -87,7 +87,7 @@ async def report_on(ctx: Context, data: Any, tenant: str, scope: str = "all") ->
     try:
         spec, sweep = await asyncio.to_thread(_read, data)
         if sweep is not None and scope != "spec":
-            asked, *_ = await checked_sweep(ctx, sweep, tenant)
+            asked = (await checked_sweep(ctx, sweep, tenant)).found.asked
     except SpecError as error:
         mistakes = error.mistakes
     if scope != "spec" and not is_sweep(data):

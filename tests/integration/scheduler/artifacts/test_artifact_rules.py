@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import orjson
@@ -61,6 +62,26 @@ async def test_what_a_job_begins_with_stays_until_that_is_over(quick: None, clie
         await client.delete_artifacts(job, 10)
     await client.cancel(user)
     await until(lambda: kept_steps(ctx, job), lambda steps: steps == [])
+
+
+async def test_what_a_sweep_will_begin_with_stays_until_that_is_over(
+    quick: None, client: AsyncClient, ctx: Context
+) -> None:
+    first, later = [await begun(client, ctx, expire_days=1e-9) for _ in range(2)]
+    for job in (first, later):
+        write_checkpoint(ctx, job, 10, {"trainer/state.json": b"{}"})
+        await until(partial(kept_steps, ctx, job), lambda steps: steps == [10])
+    spec = {name: part for name, part in spec_with().items() if name != "start"}
+    table = {"parameters": {"start.from": [f"{first}@latest", f"{later}@latest"]}, "max_running": 1}
+    sweep = (await client.submit({**spec, "sweep": table}))["id"]
+    await ctx.store.transition(later, JobState.SUCCEEDED, epoch=1)
+    await put_away(ctx, later)
+    await until(lambda: expired(client, later))
+    assert await kept_steps(ctx, later) == [10], "the job that begins with it is still to come"
+    with pytest.raises(ApiConflict, match=f"sweep {sweep} "):
+        await client.delete_artifacts(later, 10)
+    await client.cancel_sweep(sweep)
+    await until(lambda: kept_steps(ctx, later), lambda steps: steps == [])
 
 
 # --- names ----------------------------------------------------------------------------------------------------------
