@@ -12,6 +12,7 @@ import asyncio
 import base64
 import hashlib
 import hmac
+import html
 import smtplib
 import ssl
 import time
@@ -67,7 +68,8 @@ def signature(secret: str, id: str, timestamp: int, body: bytes) -> str:
 
 async def _post(message: Message, to: NotifySpec, secret: str, egress: Egress) -> None:
     assert to.url is not None
-    body = orjson.dumps({"text": text_of(message)} if to.format == "slack" else {"id": message.id, **message.body})
+    said = {"text": slack_text_of(message)} if to.format == "slack" else {"id": message.id, **message.body}
+    body = orjson.dumps(said)
     now = int(time.time())
     headers = {
         "Content-Type": "application/json",
@@ -81,24 +83,33 @@ async def _post(message: Message, to: NotifySpec, secret: str, egress: Egress) -
         http.post(to.url, data=body, headers=headers, timeout=timeout, allow_redirects=False) as response,
     ):
         if not 200 <= response.status < 300:
-            said = (await response.content.read(4 * SHOWN)).decode(errors="replace")[:SHOWN]
-            raise NotDelivered(f"answered {response.status}: {said}")
+            answer = (await response.content.read(4 * SHOWN)).decode(errors="replace")[:SHOWN]
+            raise NotDelivered(f"answered {response.status}: {answer}")
 
 
 def text_of(message: Message) -> str:
-    """Return the message as a line and what explains it."""
+    """Return the message as a line, what explains it, and the address of its page."""
+    return "\n".join([*_lines_of(message), *filter(None, [message.body["page"]])])
+
+
+def slack_text_of(message: Message) -> str:
+    """Return the same for Slack, which takes `<...>` for mentions and links, and `&` for the beginning of an entity."""
+    lines = [html.escape(line, quote=False) for line in _lines_of(message)]
+    return "\n".join([*lines, *filter(None, [message.body["page"]])])
+
+
+def _lines_of(message: Message) -> list[str]:
     if "sweep" in message.body:
-        return _text_of_sweep(message.body)
+        return _lines_of_sweep(message.body)
     job = message.body["job"]
     first = f"{job['name']} ({job['id']}) {WORDS.get(message.occasion, message.occasion)}"
     if job["steps"]:
         first += f", step {job['step']} of {job['steps']}"
     details = [f"{name}: {value}" for name, value in message.body["detail"].items()]
-    lines = [first, *([job["reason"]] if job["reason"] else []), *details, *filter(None, [message.body["page"]])]
-    return "\n".join(lines)
+    return [first, *([job["reason"]] if job["reason"] else []), *details]
 
 
-def _text_of_sweep(body: dict[str, Any]) -> str:
+def _lines_of_sweep(body: dict[str, Any]) -> list[str]:
     sweep = body["sweep"]
     done = sum(sweep["trials"].values())
     said = WORDS.get(body["occasion"], body["occasion"])
@@ -108,7 +119,7 @@ def _text_of_sweep(body: dict[str, Any]) -> str:
     if best := sweep["best"]:
         settings = ", ".join(f"{path} {value}" for path, value in best["settings"].items())
         lines.append(f"best {sweep['metric']}: {best['value']:.4g} ({settings})")
-    return "\n".join([*lines, *filter(None, [body["page"]])])
+    return lines
 
 
 def _mail(message: Message, address: str, settings: Settings) -> None:

@@ -138,6 +138,18 @@ async def test_alarms_and_targets_are_told_and_what_nobody_wants_is_not(
     assert job not in await Notifications(store.redis).followed(), "no target is open"
 
 
+async def test_no_text_of_a_job_is_markup_of_slack(ctx: Context, store: Store, receiver: Receiver) -> None:
+    webhook = {"url": receiver.url, "format": "slack"}
+    job = await new_job(store, "j-markup", JobState.RUNNING, name="<!channel> run", notify=[webhook])
+    await Notifications(store.redis).follow(job, time.time())
+    await store.transition(job, JobState.FAILED, reason="TypeError: <class 'int'> && \"x\"")
+    await tells(Notifier(allowing(ctx, public_url="https://tinker.example/a&b")))
+    ((text,),) = [body.values() for body in receiver.bodies]
+    assert text.splitlines()[0].startswith("&lt;!channel&gt; run (j-markup) failed")
+    assert text.splitlines()[1] == "TypeError: &lt;class 'int'&gt; &amp;&amp; \"x\""
+    assert text.splitlines()[-1].startswith("https://tinker.example/a&b"), "an address is as it is"
+
+
 async def test_a_target_is_told_however_long_the_history_and_after_the_end(
     ctx: Context, store: Store, receiver: Receiver
 ) -> None:
