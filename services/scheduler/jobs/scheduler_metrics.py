@@ -7,7 +7,9 @@ measure loop   consumes ledgers, stream sizes, heartbeats; produces METRIC, by j
 
 from __future__ import annotations
 
+import time
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from opentinker.shared.asyncio_tools import sleep
@@ -22,6 +24,9 @@ from opentinker.shared.types.core import JobRecord, JobState, Pool
 
 QUEUES: dict[str, Subject[Any]] = {"queue/tickets": TICKET, "queue/scores": SCORE, "queue/groups": GROUP}
 """Tickets that are out; groups that wait for reference-forward; groups that no checkpoint covers yet."""
+LONGEST_WAIT = "queue/longest_wait_s"
+WAIT_STEP_S = 60
+"""Unit of LONGEST_WAIT: changes alone are published, and this one never stands still."""
 
 
 class SchedulerMetrics:
@@ -77,5 +82,12 @@ class SchedulerMetrics:
             {
                 **{f"workers/{pool}": pools[pool] for pool in Pool},
                 **{f"jobs/{state}": states[state] for state in JobState if not state.final},
+                LONGEST_WAIT: _longest_wait_s(jobs),
             }
         )
+
+
+def _longest_wait_s(jobs: Sequence[JobRecord]) -> int:
+    """Return how long the longest-waiting job has been queued. Those that are asleep wait for requests alone."""
+    waits = [time.time() - job.since for job in jobs if job.state is JobState.QUEUED and not job.asleep]
+    return int(max(waits, default=0.0)) // WAIT_STEP_S * WAIT_STEP_S
