@@ -26,6 +26,7 @@ import numpy as np
 from opentinker.services.rollout_worker.engines.base import Completion, EngineError, EngineLost, Sampling, Shown
 from opentinker.services.rollout_worker.episode_protocol import Busy, EpisodeFailed, Sessions
 from opentinker.services.rollout_worker.observation import observation_of
+from opentinker.services.rollout_worker.opening_check import Opening, opening_of
 from opentinker.services.rollout_worker.seat_map import LoadedPolicy, Player, SeatMap, learner_of
 from opentinker.services.rollout_worker.token_stream import Stream
 from opentinker.services.rollout_worker.transcripts import is_kept
@@ -70,6 +71,8 @@ class Episode:
         self.owed: dict[str, dict[str, float]] = {}
         """Rewards of seats that have not acted yet."""
         self.turn = 0
+        self.openings: list[Opening] = []
+        """Of the seats that act first."""
         self.open_s = 0.0
         """Until the environment showed its first observation."""
         self.metrics: dict[str, float] = {}
@@ -165,6 +168,7 @@ class Episode:
             if streams is None:
                 self.truncated = True
                 return Ending.CONTEXT
+            self.openings = self.openings or [opening_of(stream) for stream in streams]
             reply = await self._take_turn(worker, streams, reply)
             self.metrics = reply.metrics
             self.done, self.truncated = reply.done, reply.truncated

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from opentinker.services.rollout_worker.seat_map import SeatMap
+from opentinker.services.rollout_worker.token_stream import Stream
 from opentinker.shared.types.core import Ticket
 from opentinker.shared.types.trajectories import Trajectory
 
@@ -17,11 +18,37 @@ Decode = Callable[[str, list[int]], str]
 """Decodes tokens of a policy."""
 
 
-def opening_mismatch_of(ticket: Ticket, ended: Sequence[Sequence[Trajectory]], seats: SeatMap) -> str:
+class Opening(NamedTuple):
+    """What the player of a seat saw before its first turn."""
+
+    seat: str
+    policy: str
+    ids: list[int]
+    pictures: list[str]
+    """The images in them."""
+
+
+class Sample(NamedTuple):
+    """An episode that has ended."""
+
+    number: int
+    """Among those that were started for the group."""
+    openings: Sequence[Opening]
+    """Of the seat that acted first, or of all that did so at the same time."""
+    trajectories: list[Trajectory]
+    """One per seat and stream."""
+
+
+def opening_of(stream: Stream) -> Opening:
+    """Return the opening of a stream before its first turn."""
+    return Opening(stream.seat, stream.player.name, list(stream.ids), [picture.digest for picture in stream.pictures])
+
+
+def opening_mismatch_of(ticket: Ticket, ended: Sequence[Sample], seats: SeatMap) -> str:
     """Compare how samples began; where players rotate, those in which everybody plays the same seats."""
-    alike: dict[tuple[str, ...], list[Sequence[Trajectory]]] = {}
+    alike: dict[tuple[str, ...], list[Sequence[Opening]]] = {}
     for sample in ended:
-        alike.setdefault(seats.turned(ticket.row, sample[0].index).players, []).append(sample)
+        alike.setdefault(seats.turned(ticket.row, sample.number).players, []).append(sample.openings)
 
     def decode(player: str, ids: list[int]) -> str:
         return seats.named(player).renderer.text(ids)
@@ -29,12 +56,11 @@ def opening_mismatch_of(ticket: Ticket, ended: Sequence[Sequence[Trajectory]], s
     return next(filter(None, (opening_mismatch(samples, decode) for samples in alike.values())), "")
 
 
-def opening_mismatch(samples: Sequence[Sequence[Trajectory]], text: Decode) -> str:
+def opening_mismatch(samples: Sequence[Sequence[Opening]], text: Decode) -> str:
     """Describe how the first samples with different openings differ; empty if all openings are equal. `samples`: the
-    trajectories of each, in all of which the same policies play the same seats."""
-    first = _openings(samples[0])
-    for place, sample in enumerate(samples[1:], start=1):
-        other = _openings(sample)
+    openings of each, in all of which the same policies play the same seats."""
+    first = samples[0]
+    for place, other in enumerate(samples[1:], start=1):
         if other == first:
             continue
         seats, other_seats = ([opening.seat for opening in each] for each in (first, other))
@@ -49,32 +75,11 @@ def opening_mismatch(samples: Sequence[Sequence[Trajectory]], text: Decode) -> s
     return ""
 
 
-class _Opening(NamedTuple):
-    seat: str
-    policy: str
-    ids: list[int]
-    """The tokens before the first sampled one."""
-    pictures: list[str]
-    """The images in them."""
-
-
-def _openings(sample: Sequence[Trajectory]) -> list[_Opening]:
-    """Return the opening of the stream that acted first, or of all that did so at the same time."""
-    began = min(trajectory.turns[0].number for trajectory in sample)
-    return [_opening(trajectory) for trajectory in sample if trajectory.turns[0].number == began]
-
-
-def _opening(trajectory: Trajectory) -> _Opening:
-    end = trajectory.turns[0].start
-    pictures = [picture.digest for picture in trajectory.pictures if picture.runs and picture.runs[0][0] < end]
-    return _Opening(trajectory.seat, trajectory.policy, trajectory.ids[:end].tolist(), pictures)
-
-
 def _named(seats: Sequence[str]) -> str:
     return f"seat {seats[0]!r} acts first" if len(seats) == 1 else f"seats {', '.join(map(repr, seats))} act first"
 
 
-def _difference(own: _Opening, other: _Opening, text: Decode) -> str:
+def _difference(own: Opening, other: Opening, text: Decode) -> str:
     if own.ids == other.ids:
         return f"they show other images ({len(own.pictures)} and {len(other.pictures)})"
     pairs = zip(own.ids, other.ids, strict=False)

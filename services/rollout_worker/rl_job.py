@@ -24,7 +24,7 @@ import structlog
 from opentinker.services.rollout_worker.episode import Episode, seconds_of
 from opentinker.services.rollout_worker.episode_protocol import EpisodeFailed, Sessions
 from opentinker.services.rollout_worker.eval_runner import EvalRunner
-from opentinker.services.rollout_worker.opening_check import opening_mismatch_of
+from opentinker.services.rollout_worker.opening_check import Sample, opening_mismatch_of
 from opentinker.services.rollout_worker.opponents import Opponents
 from opentinker.services.rollout_worker.seat_map import LoadedPolicy, SeatMap
 from opentinker.services.rollout_worker.transcripts import has_transcripts, together, too_large, without_transcripts
@@ -53,8 +53,6 @@ from opentinker.shared.types.trajectories import Group, Trajectory
 
 log = structlog.get_logger()
 
-Sample = list[Trajectory]
-"""One per seat and stream of an episode."""
 REPORT_S = 1.0
 RATES = ("tokens", "episodes", "groups", "turns")
 """Counted from 0; reported as totals and per second."""
@@ -247,9 +245,8 @@ class RolloutJob:
             if self.spec.rollout.opening_mismatch == "fail":
                 await self._fail(ticket, EpisodeFailed(Ending.ENV_BAD_REPLY, f"{differs}. {SEEDED}"))
                 return
-        if not self.is_tree:
-            ended = [[msgspec.structs.replace(t, index=i) for t in sample] for i, sample in enumerate(ended)]
-        trajectories, images = together([t for sample in ended for t in sample])
+        played = [(i, t) for i, sample in enumerate(ended) for t in sample.trajectories]
+        trajectories, images = together([t if self.is_tree else msgspec.structs.replace(t, index=i) for i, t in played])
         group = Group(
             job=ticket.job,
             seq=ticket.seq,
@@ -283,10 +280,10 @@ class RolloutJob:
             self.counts["turns"] += sum(len(t.turns) for t in trajectories)
             for phase, seconds in seconds_of(episode, trajectories).items():
                 self.seconds[phase] += seconds
-            return trajectories
+            return Sample(index, episode.openings, trajectories)
         raise AssertionError("unreachable")
 
-    async def _play(self, episode: Episode) -> Sample:
+    async def _play(self, episode: Episode) -> list[Trajectory]:
         began = time.time()
         try:
             return await episode.run()

@@ -70,7 +70,7 @@ async def test_a_match_in_which_a_seat_fails_is_played_again_by_all_with_the_sam
     engines = {"a": Mortal(), "b": unlucky}
     policies = [LoadedPolicy(name, spec_of(bench.spec, name), engine, renderer()) for name, engine in engines.items()]
     job = bench.job_of(policies)
-    played = await job._play_sample(make_ticket(job=bench.job, seq=1, seed=77), 0, job.seats)
+    _, _, played = await job._play_sample(make_ticket(job=bench.job, seq=1, seed=77), 0, job.seats)
     (void, seed), (again, same) = sessions.opened
     assert void != again and seed == same == 77 and sessions.closed == [void]
     assert [(one.seat, one.policy, len(one.turns)) for one in played] == [("s0", "a", ROUNDS), ("s1", "b", ROUNDS)]
