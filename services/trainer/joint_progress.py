@@ -95,10 +95,7 @@ class JointProgress:
         joint._pools = {name: pool.policy or "" for name, pool in spec.pools.items()}
         joint.ratings = JobRatings(spec.policies, joint._pools, has_trees=is_tree(spec))
         joint.rates = spec.validation is not None or bool(spec.pools)
-        by_alarm = any(one.train.rewind_on for one in own.values())
-        joint.goes_back_together = (
-            len(own) > 1 and joint.rule.trains_together and not spec.train.deterministic and not by_alarm
-        )
+        joint.goes_back_together = len(own) > 1 and joint.rule.trains_together and not spec.train.deterministic
         return joint
 
     def restore(self, policy: str, step: int, resumed: Mapping[int, int] | None = None) -> int | None:
