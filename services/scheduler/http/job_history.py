@@ -18,8 +18,8 @@ from opentinker.services.scheduler.http import transcripts
 from opentinker.services.scheduler.http.errors import json_response
 from opentinker.services.scheduler.http.event_stream import send_events
 from opentinker.services.scheduler.http.jobs import POLICY, JobsApi
-from opentinker.services.scheduler.http.route_decorator import Choice, Integer, Parameter, Route
-from opentinker.services.scheduler.jobs.metric_history import MetricHistory
+from opentinker.services.scheduler.http.route_decorator import Choice, Integer, Parameter, Route, Texts
+from opentinker.services.scheduler.jobs.metric_history import MetricHistory, Page
 from opentinker.shared import api_types
 from opentinker.shared.evaluation.outcomes import OUTCOME_NAMES
 from opentinker.shared.security.authorization import Action
@@ -41,7 +41,10 @@ FORMAT = Choice(
 AFTER_POINT = Integer("after", "Only points after this cursor.")
 LIMIT_POINTS = Integer("limit", "Points per response.", default=1000, low=1, high=10_000)
 SOURCE = Parameter("source", "Only points of this source, for example `trainer`.")
-NAMES = Parameter("names", "Only these values, separated by commas.")
+NAMES = Texts(
+    "names",
+    "Only these values, one parameter for each. A single one with commas that is not the name of a value lists some.",
+)
 STEP = Integer("step", "Step of the evaluation; default: the latest.", default=-1, high=10**12)
 OUTCOME = Choice(
     "outcome",
@@ -114,9 +117,9 @@ class JobHistoryApi:
         job = await self.jobs.undeleted(request)
         after = AFTER_POINT.read(request)
         limit = LIMIT_POINTS.read(request)
-        source, names = request.query.get("source", "*"), request.query.get("names", "")
-        wanted = set(names.split(",")) if names else None
+        source, names = request.query.get("source", "*"), NAMES.read(request)
         found, more = await self._history.page(job, after, limit, "*" if source == ">" else source)
+        wanted = _wanted(names, found)
         points = [_point_of(at, point, wanted) for at, point in found]
         if wanted is not None:
             points = [point for point in points if point["values"]]
@@ -156,6 +159,13 @@ class JobHistoryApi:
         if invalid := max(ledger.discarded.get(Discard.INVALID, 0) for ledger in ledgers):
             counts = {**counts, Discard.INVALID.value: invalid}
         return json_response({"failures": found, "counts": counts})
+
+
+def _wanted(names: list[str], found: Page) -> set[str] | None:
+    """Return the names of the values that are asked for; None: all. Names are free, and may have commas themselves."""
+    if len(names) == 1 and not any(names[0] in point.values for _, point in found):
+        return set(names[0].split(","))
+    return set(names) or None
 
 
 def _point_of(cursor: int, point: MetricPoint, wanted: set[str] | None) -> dict[str, Any]:

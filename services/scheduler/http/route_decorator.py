@@ -68,6 +68,19 @@ class Choice(Parameter):
         return text
 
 
+@dataclass(frozen=True)
+class Texts(Parameter):
+    """A parameter of the query that may be there several times."""
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        return {"type": "array", "items": {"type": "string"}}
+
+    def read(self, request: web.Request) -> list[str]:
+        """Return the values in a request that are not empty."""
+        return [text for text in request.query.getall(self.name, []) if text]
+
+
 async def _unbound(_: web.Request) -> web.StreamResponse:
     raise NotImplementedError("routes_of binds the handler")
 

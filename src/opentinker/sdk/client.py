@@ -295,10 +295,11 @@ class AsyncClient(EnvironmentCalls, ArtifactCalls, KeyCalls, InferenceCalls, Obs
     async def metrics(
         self, id: str, after: int = 0, *, source: str | None = None, names: list[str] | None = None
     ) -> list[MetricPoint]:
-        """History above the cursor `after`: every point with `cursor`, `source`, `step`, `time` and `values`."""
-        query = {"limit": str(PAGE)} | ({"source": source} if source else {})
+        """History above the cursor `after`: every point with `cursor`, `source`, `step`, `time` and `values`, of which
+        `names` selects some by their exact names."""
+        query: dict[str, str | list[str]] = {"limit": str(PAGE), **({"source": source} if source else {})}
         if names:
-            query["names"] = ",".join(names)
+            query["names"] = names
         return await self._http.pages(resource("jobs", id, "/metrics"), "metrics", after, query)
 
     async def watch_metrics(

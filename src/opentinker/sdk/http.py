@@ -11,7 +11,7 @@ import logging
 import os
 import random
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -28,6 +28,8 @@ from opentinker.shared.types.errors import Conflict, NotFound, OpenTinkerError, 
 
 T = TypeVar("T")
 Json = dict[str, Any]
+Query = Mapping[str, str | list[str]]
+"""A list: the parameter is there once for each of its texts."""
 
 DEFAULT_URL = "http://127.0.0.1:8080"
 CONNECT_S = 2.0
@@ -188,7 +190,7 @@ class Http:
         answer: type[T],
         method: str,
         path: str,
-        query: dict[str, str] | None = None,
+        query: Query | None = None,
         *,
         noun: Any = ...,
         body: bytes | None = None,
@@ -306,7 +308,7 @@ class Http:
         path: str,
         items: str,
         after: int,
-        query: dict[str, str] | None = None,
+        query: Query | None = None,
         *,
         only_first: dict[str, str] | None = None,
     ) -> list[Any]:

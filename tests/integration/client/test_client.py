@@ -165,6 +165,22 @@ async def test_event_stream_of_an_ended_job_ends(client: AsyncClient) -> None:
     assert await client.event_log(job, after=events[0]["id"]) == events[1:]
 
 
+async def test_metrics_are_chosen_by_names_that_may_have_commas(client: AsyncClient, ctx: Context) -> None:
+    job = (await client.submit(SPEC))["id"]
+    level = "val/task/algebra, level 1/reward"
+    values = {level: 0.5, "a,b": 1.0, "a": 2.0, "b": 3.0, "lr": 0.1}
+    await MetricSource(ctx.bus, job, "trainer").emit(1, values)
+
+    async def asked(*names: str) -> dict[str, float]:
+        return {name: value for p in await client.metrics(job, names=[*names]) for name, value in p["values"].items()}
+
+    await until(lambda: _is(asked(), values))
+    for names in ([level], ["a,b"], ["a,b", "lr"], [level, "a"], ["a"]):
+        assert await asked(*names) == {name: values[name] for name in names}
+    assert await asked("a,lr") == {"a": 2.0, "lr": 0.1}, "a list, as clients wrote it before"
+    assert await asked("a,lr", "b") == {"b": 3.0} and await asked("absent") == {}
+
+
 async def test_metrics_are_followed(client: AsyncClient, ctx: Context) -> None:
     job = (await client.submit(SPEC))["id"]
     source = MetricSource(ctx.bus, job, "trainer")
