@@ -29,6 +29,7 @@ from opentinker.shared.runtime.service import Context
 from opentinker.shared.security.authorization import Action
 from opentinker.shared.spec.built_in_environments import SUMMARIES
 from opentinker.shared.state.check_reports import CheckReports
+from opentinker.shared.state.sweeps import SweepStore
 from opentinker.shared.types.core import Pool
 from opentinker.shared.types.env_protocol import SERVED, EnvCheck
 from opentinker.shared.types.errors import Conflict, SpecError
@@ -52,6 +53,7 @@ class EnvironmentsApi:
         self.ctx = ctx
         self._uploads = Uploads.of(ctx.settings)
         self._checks = CheckReports(ctx.store.redis)
+        self._sweeps = SweepStore(ctx.store.redis)
         self._unpacking = asyncio.Semaphore(AT_ONCE)
 
     @Route(
@@ -95,8 +97,9 @@ class EnvironmentsApi:
         return json_response(answer, 201, {"Location": f"/v1/environments/{package.name}"})
 
     async def _used(self) -> set[str]:
-        """Digests of the packages that jobs play which are not over."""
+        """Digests of the packages that jobs play which are not over, and those of sweeps that are still to come."""
         names = [str(job.spec.get("environment", {}).get("name", "")) for job in await self.ctx.store.active_jobs()]
+        names += [name for document in (await self._sweeps.active_documents()).values() for name in _exact_in(document)]
         return {uploads.parse(name).digest for name in names if uploads.is_upload(name)}
 
     async def _receive(self, request: web.Request, file: Any) -> None:
@@ -186,8 +189,16 @@ class EnvironmentsApi:
         if used:
             jobs = ", ".join(job.id for job in used[:5])
             raise Conflict(f"{len(used)} unfinished jobs use it: {jobs}; cancel them first")
+        for sweep, document in (await self._sweeps.active_documents()).items():
+            if _exact_in(document) & going and await self._sweeps.tenant(sweep) == tenant:
+                raise Conflict(f"sweep {sweep} (running) uses it; cancel it first")
         gone = await asyncio.to_thread(self._uploads.delete, tenant, name, version or None)
         return json_response({"name": name, "deleted": [v.version for v in gone]})
+
+
+def _exact_in(document: str) -> set[str]:
+    """Return the versions of uploads that a JSON document names as jobs keep them."""
+    return set(re.findall(rf'"(upload:{uploads.NAME}@[0-9]+\+[0-9a-f]{{20}})"', document))
 
 
 async def _part(request: web.Request) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobState, Pool
 from opentinker.shared.types.env_protocol import EnvCheck, EnvCheckReply
-from tests.conftest import NewContext
+from tests.conftest import NewContext, until
 from tests.integration.client.test_cli import opentinker
 from tests.samples.upload_samples import PARITY, numbered, package
 from tests.support.factories import make_spec
@@ -161,6 +162,27 @@ async def test_quotas_of_pushes(ctx: Context, client: AsyncClient, bus: Bus, sto
     with pytest.raises(ApiError, match="upload_tenant_mb"):
         await client.push_environment(numbered(tmp_path, 5))
     assert [version["version"] for version in (await client.environment("small"))["versions"]] == [3]
+
+
+async def test_versions_of_a_running_sweep_stay_until_it_has_ended(client: AsyncClient, tmp_path: Path) -> None:
+    for number in (1, 2):
+        await client.push_environment(numbered(tmp_path, number))
+    spec = make_spec(model__base="some/model", environment={"name": "upload:small"}).model_dump(mode="json")
+    table = {"parameters": {"environment.name": ["upload:small", "upload:small@1"]}, "max_running": 1}
+    sweep = (await client.submit({**spec, "sweep": table}))["id"]
+    with pytest.raises(ApiError, match="upload_tenant_versions"):
+        await client.push_environment(numbered(tmp_path, 3))
+    with pytest.raises(ApiConflict, match=sweep):
+        await client.delete_environment("small", 1)
+    await client.cancel_sweep(sweep)
+
+    async def deleted() -> list[int]:
+        with contextlib.suppress(ApiConflict):  # its jobs are being cancelled
+            return await client.delete_environment("small", 1)
+        return []
+
+    assert await until(deleted, len) == [1]
+    assert (await client.push_environment(numbered(tmp_path, 3)))["version"] == 3
 
 
 def test_quotas_are_settings_that_fit_together() -> None:
