@@ -114,6 +114,12 @@ async def test_evaluations_and_pools_that_could_not_work_are_refused_at_submissi
     assert "the win rate is at most 0.9931" in found["pools.past.add_if"] and len(found) == 1
     spec["pools"]["past"]["add_if"] = 0.8
     assert (await client.submit(spec))["id"]
+    two = {
+        "policies": {"alice": {}, "bob": {}},
+        "seats": {"first": "alice", "second": "bob", "judge": {"pool": "past"}},
+    }
+    found = await refused(client, {**spec, **two, "validation": {"every": 5, "against": [{"policy": "bob"}]}})
+    assert "no opponent for policy 'bob' but itself" in found["validation.against"] and len(found) == 1
 
 
 @pytest.mark.usefixtures("_env_worker")
