@@ -1,31 +1,29 @@
-"""Divides the memory of a GPU between the engines of a rollout worker and what else of the job is on it: the trainer,
-frozen models, other rollout workers."""
+"""Divides the memory of a GPU between the engines of a rollout worker and what else is on it: the job's trainer and
+frozen models, other rollout workers, and the trainers of other jobs."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import structlog
+import msgspec
 
 from opentinker.shared.asyncio_tools import sleep
 from opentinker.shared.data.gpu_memory import CONTEXT_BYTES, ModelSize, TrainingMemory, model_size, training_bytes
 from opentinker.shared.data.model_files import parameters_in
 from opentinker.shared.runtime.gpus import used_bytes
 from opentinker.shared.runtime.leased_worker import LeasedWorker
-from opentinker.shared.spec import JobSpec
+from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.spec.matches.policies import spec_of
 from opentinker.shared.spec.train import engine_ranks
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import Lease, Pool
 from opentinker.shared.types.errors import JobFailed
 from opentinker.shared.types.workers import Gpu, WorkerInfo
-
-log = structlog.get_logger()
 
 ALONE = 0.9
 """Share of a GPU's memory for the engines of a rollout worker that has it for itself."""
@@ -39,6 +37,10 @@ STEP_S = 60.0
 """Time in which a step of the trainer may end that takes more memory than is planned for the time between steps."""
 POLL_S = 0.5
 GB = 1e9
+UNPLANNED = "the trainer is on this rollout worker's GPU, and there is no plan of its memory for the model"
+INSTEAD = (
+    "set rollout.gpu_memory_utilization to the share of the GPU that the engines may take, or give the worker another"
+)
 
 
 class GpuSplit(NamedTuple):
@@ -54,18 +56,20 @@ class GpuSplit(NamedTuple):
 
 
 class Neighbours(NamedTuple):
-    """Bytes of the other processes of a job on the GPU."""
+    """Bytes of the other processes on the GPU."""
 
     step: int
     """At the peak of an optimizer step."""
     rest: int
-    """Between steps."""
+    """Between steps of the job's own trainer. Those of other jobs may take theirs then."""
     used: int
     """Measured now, by all processes; some may still be loading."""
     rollout_workers: int = 1
     """Rollout workers on the GPU, this one included: they have equal parts."""
     loaded: int = 0
     """Those of them whose engines are in `used` already."""
+    other_jobs: int = 0
+    """Other jobs that train on the GPU."""
 
 
 def split(
@@ -86,6 +90,8 @@ def split(
     if not near.step and near.rollout_workers == 1:
         return _alone(total, engine, needed, near, staged)._replace(sleeps=sleep == "always")
     told = f"{total / GB:.0f} GB: {near.step / GB:.1f} for a step of the trainer and frozen models"
+    if near.other_jobs:
+        told += f", and for steps of {near.other_jobs} other job{'s' if near.other_jobs > 1 else ''}"
     told += f", {staged / GB:.1f} for a version that arrives" if staged else ""
     beside = _share(total, near.step, near, staged)
     if beside * total >= needed and sleep != "always":
@@ -146,7 +152,7 @@ async def gpu_split(
     sleeps = spec.rollout.sleep == "always"
     if spec.rollout.toy is not None or not worker.info.gpus:
         return GpuSplit(sleeps=sleeps)
-    ranks, others = engine_ranks(spec), await _workers(worker.ctx.store, spec, lease.job)
+    ranks, workers = engine_ranks(spec), await _workers(worker.ctx.store, spec, lease.job)
     if (share := spec.rollout.gpu_memory_utilization) is not None:
         found = GpuSplit(share, sleeps, "rollout.gpu_memory_utilization")
     else:
@@ -156,11 +162,14 @@ async def gpu_split(
             staged = (engines - frozen) * weights
         how: dict[str, Any] = {"sleep": spec.rollout.sleep, "may_sleep": len(spec.policies) < 2, "staged": staged}
         gpus, splits = worker.info.gpus[:ranks], list[GpuSplit]()
+        leases = await _leases(worker.ctx.store, gpus, workers)
+        workers = _placed(workers, leases)
+        jobs = await _other_jobs(worker.ctx.store, lease.job, leases)
         deadline = time.monotonic() + STEP_S
         while len(splits) < len(gpus):  # vLLM takes the same share of each
             gpu = gpus[len(splits)]
             used = max(0, (await asyncio.to_thread(used_bytes, gpu.uuid) or 0) - int(kept * gpu.memory))
-            near = await asyncio.to_thread(neighbours, spec, lease.job, gpu, others, used)
+            near = await asyncio.to_thread(neighbours, spec, lease.job, gpu, workers, used, jobs, leases)
             try:
                 splits.append(split(gpu.memory, engine, near, **how))
             except JobFailed:
@@ -175,7 +184,7 @@ async def gpu_split(
             )
         if kept and abs(found.share - kept) < SPARE / 2:  # no engine takes its share to the byte
             found = found._replace(share=kept)
-    found = found._replace(is_shared=is_shared(worker.info, ranks, others))
+    found = found._replace(is_shared=is_shared(worker.info, ranks, workers))
     if found.why:
         detail = {**found._asdict(), "worker": worker.info.id}
         await worker.ctx.store.update(lease.job, event="engine_memory", detail=detail)
@@ -194,6 +203,25 @@ async def _workers(store: Store, spec: JobSpec, job: str) -> list[WorkerInfo]:
         await sleep(POLL_S)
 
 
+async def _leases(store: Store, gpus: Iterable[Gpu], workers: Iterable[WorkerInfo]) -> list[Lease]:
+    """Return the leases of the trainers on these GPUs."""
+    ours = {gpu.uuid for gpu in gpus}
+    there = [w.id for w in workers if w.pool == Pool.TRAINER and any(gpu.uuid in ours for gpu in w.gpus)]
+    return [lease for id in there if (lease := await store.lease(id)) is not None]
+
+
+def _placed(workers: Iterable[WorkerInfo], leases: Iterable[Lease]) -> list[WorkerInfo]:
+    """Return the workers, each with the job of its lease, if it has not taken it yet."""
+    job_of = {one.worker: one.job for one in leases}
+    return [msgspec.structs.replace(w, job=w.job or job_of.get(w.id)) for w in workers]
+
+
+async def _other_jobs(store: Store, job: str, leases: Iterable[Lease]) -> dict[str, JobSpec]:
+    """Return the specs of the other jobs that have one of these leases, by id."""
+    ids = sorted({one.job for one in leases} - {job})
+    return {record.id: parse_spec(record.spec) for record in await store.jobs(ids)}
+
+
 def is_shared(own: WorkerInfo, ranks: int, workers: Iterable[WorkerInfo]) -> bool:
     """Return whether another worker, of any job or none, sees one of the GPUs that this one uses."""
     ours = {gpu.uuid for gpu in own.gpus[:ranks]}
@@ -210,18 +238,27 @@ def _stages(spec: JobSpec) -> bool:
     return spec.start is not None and spec.start.live
 
 
-def neighbours(spec: JobSpec, job: str, gpu: Gpu, workers: list[WorkerInfo], used: int) -> Neighbours:
-    """Return what other processes on the GPU take or will take for the job: an idle trainer may be about to begin.
-    Blocking: reads configurations."""
+def neighbours(
+    spec: JobSpec,
+    job: str,
+    gpu: Gpu,
+    workers: Sequence[WorkerInfo],
+    used: int,
+    jobs: Mapping[str, JobSpec],
+    leases: Sequence[Lease] = (),
+) -> Neighbours:
+    """Return what other processes on the GPU take or will take: an idle trainer may be about to begin. `jobs`: specs of
+    those that other trainers have, by id. Blocking: reads configurations. Raises JobFailed where it cannot plan."""
     here = [w for w in workers if any(own.uuid == gpu.uuid for own in w.gpus)]
     rollout = [w for w in here if w.pool == Pool.ROLLOUT]
     loaded = min(sum(w.status in ("ready", "draining") for w in rollout), max(0, len(rollout) - 1))
+    trainers = [w for w in here if w.pool == Pool.TRAINER]
     step = rest = 0
-    if spec.resources.trainer_gpus and any(w.pool == Pool.TRAINER and w.job in (job, None) for w in here):
-        for memory in planned(spec):
-            # A version is sent while the next one is made.
-            step, rest = step + memory.total, rest + memory.weights + memory.moments + 2 * memory.snapshot
-        step, rest = step + CONTEXT_BYTES, rest + CONTEXT_BYTES
+    if any(w.job in (job, None) for w in trainers):
+        step, rest = _trainer(spec, job, trainers, leases)
+    there = {w.job for w in trainers}
+    taken = [_other_trainer(its, other, trainers, leases) for other, its in jobs.items() if other in there]
+    step, rest = step + sum(taken), rest + sum(taken)  # their steps come at any time, and no engine here sleeps then
     if any(w.pool == Pool.REFERENCE for w in here):
         owns = [spec_of(spec, name) for name in spec.policies or ("",)]
         frozen = [(base, dtype) for base, dtype, *_ in {_reference(own) for own in owns if own.algorithm.kl_coef > 0}]
@@ -230,7 +267,7 @@ def neighbours(spec: JobSpec, job: str, gpu: Gpu, workers: list[WorkerInfo], use
         frozen += [(one.base, one.dtype) for one in spec.reward_models]
         held = sum(weight_bytes(*model) for model in frozen) + CONTEXT_BYTES if frozen else 0
         step, rest = step + held, rest + held
-    return Neighbours(max(step, rest), rest, used, max(1, len(rollout)), loaded)
+    return Neighbours(max(step, rest), rest, used, max(1, len(rollout)), loaded, sum(map(bool, taken)))
 
 
 def _reference(spec: JobSpec) -> tuple[str, str, bool, str]:
@@ -245,20 +282,46 @@ def weight_bytes(base: str, dtype: str) -> int:
     return int(parameters_in(Path(base).expanduser()) or 0) * (2 if dtype == "bfloat16" else 4)
 
 
-def planned(spec: JobSpec) -> list[TrainingMemory]:
-    """Return the memory plan of each policy's trainer; of models of unknown dimensions nothing."""
-    found = []
-    for own in (spec_of(spec, name) for name in spec.policies or ("",)):
-        size = _size_of(own.model.base)
-        if size is None:
-            log.warning("memory_not_planned", model=own.model.base)
-            continue
-        found.append(training_bytes(own, size))
-    return found
+def _trainer(spec: JobSpec, job: str, trainers: Iterable[WorkerInfo], leases: Iterable[Lease]) -> tuple[int, int]:
+    """Return the bytes of the job's trainer on a GPU of these trainers, at the peak of a step and between steps."""
+    if not spec.resources.trainer_gpus:
+        return 0, 0
+    held = [one for one in leases if one.job == job and one.pool == Pool.TRAINER]
+    group = next((one.group for one in held if one.group), ())
+    ranks = sum(share.ranks for share in group) or spec.resources.ranks
+    if not held:  # it may get fewer than it asks for
+        ranks = spec.resources.min_trainer_ranks or ranks
+    leads = not group or any(one.id == group[0].worker for one in trainers)
+    found = planned(spec, None if len(spec.policies) > 1 else ranks, leads=leads)
+    return sum(one.total for one in found) + CONTEXT_BYTES, sum(one.rest for one in found) + CONTEXT_BYTES
 
 
-def _size_of(base: str) -> ModelSize | None:
+def _other_trainer(spec: JobSpec, job: str, trainers: Iterable[WorkerInfo], leases: Iterable[Lease]) -> int:
+    """Return the bytes of another job's trainer at the peak of a step. Raises JobFailed, without naming its model."""
     try:
-        return model_size(json.loads((Path(base).expanduser() / "config.json").read_text()))
-    except (OSError, ValueError):
-        return None
+        return _trainer(spec, job, trainers, leases)[0]
+    except JobFailed:
+        problem = "another job's trainer is on this rollout worker's GPU, and there is no plan of its memory here; "
+        raise JobFailed(problem + INSTEAD) from None
+
+
+def planned(spec: JobSpec, ranks: int | None = None, *, leads: bool = True) -> list[TrainingMemory]:
+    """Return the memory plan of each policy's trainer, see `training_bytes`. Raises JobFailed for models of unknown
+    dimensions."""
+    owns = [spec_of(spec, name) for name in spec.policies or ("",)]
+    return [training_bytes(own, _size_of(own.model.base), ranks, leads=leads) for own in owns]
+
+
+def _size_of(base: str) -> ModelSize:
+    """Raises JobFailed."""
+    directory = Path(base).expanduser()
+    try:
+        size = model_size(json.loads((directory / "config.json").read_text()), int(parameters_in(directory)))
+    except (OSError, ValueError) as error:
+        raise JobFailed(f"{UNPLANNED} {base!r}: its config.json cannot be read here ({error}); {INSTEAD}") from error
+    if size is None:
+        raise JobFailed(
+            f"{UNPLANNED} {base!r}: its config.json lacks dimensions of a decoder, or, of a model with experts, its "
+            f"*.safetensors are not here; {INSTEAD}"
+        )
+    return size

@@ -29,6 +29,7 @@ from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.spec.engines import EnginePolicy
 from opentinker.shared.types.core import Lease, Pool
 from opentinker.shared.types.errors import JobFailed
+from opentinker.shared.types.trainer_group import RankShare
 from opentinker.shared.types.workers import Gpu, WorkerInfo
 
 GB = 1_000_000_000
@@ -148,16 +149,17 @@ def test_a_gpu_that_another_process_sees_is_shared_whatever_its_job(spec: JobSpe
 
 def test_only_what_is_on_the_same_gpu_is_a_neighbour(spec: JobSpec) -> None:
     own = worker(Pool.ROLLOUT, HERE)
-    near = neighbours(spec, "j", HERE, [own, worker(Pool.TRAINER, HERE)], 7)
+    near = neighbours(spec, "j", HERE, [own, worker(Pool.TRAINER, HERE)], 7, {})
     assert 16 * 0.55 * GB < near.step < 40 * GB and near.rest < near.step
     assert (near.used, near.rollout_workers) == (7, 1)
     nothing = Neighbours(0, 0, 7)
-    assert neighbours(spec, "j", HERE, [own, worker(Pool.TRAINER, THERE)], 7) == nothing
-    assert neighbours(spec, "j", HERE, [own, worker(Pool.TRAINER, HERE, "other")], 7) == nothing
-    two = neighbours(spec, "j", HERE, [own, worker(Pool.ROLLOUT, HERE, None), worker(Pool.ROLLOUT, THERE)], 7)
+    assert neighbours(spec, "j", HERE, [own, worker(Pool.TRAINER, THERE)], 7, {}) == nothing
+    on_the_cpu = msgspec.structs.replace(worker(Pool.TRAINER, HERE, "other"), gpus=[])
+    assert neighbours(spec, "j", HERE, [own, on_the_cpu], 7, {"other": spec}) == nothing
+    two = neighbours(spec, "j", HERE, [own, worker(Pool.ROLLOUT, HERE, None), worker(Pool.ROLLOUT, THERE)], 7, {})
     assert two == Neighbours(0, 0, 7, 2)
     ready = msgspec.structs.replace(worker(Pool.ROLLOUT, HERE), id="ready", status="ready")
-    assert neighbours(spec, "j", HERE, [own, ready], 7) == Neighbours(0, 0, 7, 2, 1)
+    assert neighbours(spec, "j", HERE, [own, ready], 7, {}) == Neighbours(0, 0, 7, 2, 1)
 
 
 def test_each_checkpoint_that_policies_start_from_is_a_reference_model(
@@ -171,7 +173,7 @@ def test_each_checkpoint_that_policies_start_from_is_a_reference_model(
         data = {**spec.model_dump(mode="json"), "policies": every, "seats": seats, "environment": {"name": "game"}}
         for table in ("model", "algorithm", "train"):
             data[table] = {"model": {"base": spec.model.base}, "train": {"steps": 1}}.get(table, {})
-        near = neighbours(parse_spec(data), "j", HERE, [worker(Pool.REFERENCE, HERE)], 0)
+        near = neighbours(parse_spec(data), "j", HERE, [worker(Pool.REFERENCE, HERE)], 0, {})
         return (near.rest - CONTEXT_BYTES) // (2 * GB)
 
     def start(checkpoint: str) -> dict[str, Any]:
@@ -190,9 +192,123 @@ def test_each_checkpoint_that_policies_start_from_is_a_reference_model(
 
 
 def test_the_next_version_is_made_while_the_last_one_is_sent(spec: JobSpec) -> None:
-    near = neighbours(spec, "j", HERE, [worker(Pool.TRAINER, HERE)], 0)
+    near = neighbours(spec, "j", HERE, [worker(Pool.TRAINER, HERE)], 0, {})
     (memory,) = planned(spec)
     assert near.rest == memory.weights + memory.moments + 2 * memory.snapshot + CONTEXT_BYTES
+
+
+def with_parts(spec: JobSpec, **parts: dict[str, Any]) -> JobSpec:
+    data = spec.model_dump(mode="json", exclude_unset=True)
+    return parse_spec(data | {name: data.get(name, {}) | part for name, part in parts.items()})
+
+
+def job_trainer(job: str | None) -> WorkerInfo:
+    return msgspec.structs.replace(worker(Pool.TRAINER, HERE, job), id=f"trainer-of-{job}")
+
+
+def test_steps_of_all_jobs_that_train_on_the_gpu_fit_next_to_the_engines_of_all(spec: JobSpec) -> None:
+    spec = with_parts(spec, model={"lora": {"rank": 8}})
+    workers = [job_trainer("a"), job_trainer("b"), worker(Pool.ROLLOUT, HERE, "a"), worker(Pool.ROLLOUT, HERE, "b")]
+    nears = [neighbours(spec, one, HERE, workers, 0, {other: spec}) for one, other in ("ab", "ba")]
+    (memory,) = planned(spec)
+    step = memory.total + CONTEXT_BYTES
+    assert all((near.step, near.other_jobs) == (2 * step, 1) for near in nears)
+    found = [divided(2 * GB, near) for near in nears]
+    assert 2 * step + sum(one.share for one in found) * TOTAL <= TOTAL
+    assert not any(one.sleeps for one in found) and "for steps of 1 other job" in found[0].why
+
+
+def test_engines_that_sleep_for_their_own_trainer_are_awake_when_another_job_takes_a_step(spec: JobSpec) -> None:
+    alone = neighbours(spec, "a", HERE, [job_trainer("a")], 0, {})
+    both = neighbours(spec, "a", HERE, [job_trainer("a"), job_trainer("b")], 0, {"b": spec})
+    assert both.rest == alone.rest + alone.step
+    assert divided(2 * GB, both, "always").share <= 1 - (alone.rest + alone.step) / TOTAL
+
+
+def test_another_job_takes_memory_only_where_it_trains_on_the_gpu(spec: JobSpec) -> None:
+    trainers = [job_trainer("b")]
+    assert neighbours(spec, "a", HERE, trainers, 0, {"b": spec}).step > 0
+    on_the_cpu = with_parts(spec, resources={"trainer_gpus": 0})
+    assert neighbours(spec, "a", HERE, trainers, 0, {"b": on_the_cpu}).step == 0
+    assert neighbours(spec, "a", HERE, trainers, 0, {"c": spec}).step == 0
+
+
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512}
+
+
+def configure(spec: JobSpec, config: dict[str, Any], parameters: int = 0) -> None:
+    """Give the job's model this config.json, and weights of a file of zeros, in bfloat16, that takes no space."""
+    base = Path(spec.model.base)
+    (base / "config.json").write_bytes(orjson.dumps(config | {"dtype": "bfloat16"}))
+    with (base / "model.safetensors").open("wb") as file:
+        file.truncate(2 * parameters)
+
+
+def test_a_model_with_experts_is_planned_by_the_size_of_its_files(spec: JobSpec) -> None:
+    count = 3 * 10**9
+    configure(spec, QWEN | EXPERTS, count)
+    near = neighbours(spec, "j", HERE, [worker(Pool.TRAINER, HERE)], 0, {})
+    assert near.step > 16 * count and near.rest > 12 * count, "weights, gradients, moments"
+    lora = with_parts(spec, model={"lora": {"rank": 8}})
+    (memory,) = planned(lora)
+    assert 2 * count < memory.weights < 2.1 * count and memory.gradients < 0.1 * count
+    (more,) = planned(spec)
+    configure(spec, QWEN | EXPERTS | {"num_experts_per_tok": 4}, count)
+    assert planned(spec)[0].activations > more.activations, "of the experts of a token"
+
+
+@pytest.mark.parametrize("config", [QWEN | EXPERTS, QWEN | {"num_experts": 8}, {"hidden_size": 8}])
+def test_what_cannot_be_planned_fails_the_job_and_says_what_to_set(spec: JobSpec, config: dict[str, Any]) -> None:
+    configure(spec, config, 0 if "num_experts_per_tok" in config else 10**9)
+    with pytest.raises(JobFailed, match=r"lacks dimensions .* set rollout\.gpu_memory_utilization"):
+        neighbours(spec, "j", HERE, [worker(Pool.TRAINER, HERE)], 0, {})
+    (Path(spec.model.base) / "config.json").unlink()
+    with pytest.raises(JobFailed, match=r"cannot be read here .* set rollout\.gpu_memory_utilization"):
+        neighbours(spec, "j", HERE, [worker(Pool.TRAINER, HERE)], 0, {})
+
+
+def test_a_failure_says_nothing_of_another_jobs_model(spec: JobSpec) -> None:
+    other = with_parts(spec, model={"base": "/models/of/somebody"})
+    with pytest.raises(JobFailed, match="another job's trainer") as failed:
+        neighbours(spec, "j", HERE, [job_trainer("other")], 0, {"other": other})
+    assert "somebody" not in str(failed.value)
+
+
+def lease_of(job: str, own: WorkerInfo, *ranks: int) -> Lease:
+    """`ranks`: of each trainer of its group, which it leads."""
+    group = tuple(RankShare(f"{own.id}{'+' * n}", "i", count) for n, count in enumerate(ranks))
+    return Lease(job=job, worker=own.id, incarnation="i", epoch=1, pool=own.pool, group=group)
+
+
+def test_ranks_are_counted_by_the_lease_and_versions_where_the_group_is_led(spec: JobSpec) -> None:
+    resources = {"trainer_gpus": 4, "min_trainer_ranks": 2}
+    many = with_parts(spec, resources=resources, train={"parallel": "zero3"})
+    lead = worker(Pool.TRAINER, HERE)
+    member = msgspec.structs.replace(lead, id=f"{lead.id}+")
+
+    def step(own: WorkerInfo, *leases: Lease) -> int:
+        return neighbours(many, "j", HERE, [own], 0, {}, leases).step - CONTEXT_BYTES
+
+    assert step(lead) == planned(many, 2)[0].total, "as few as it may get"
+    assert step(lead, lease_of("j", lead)) == planned(many, 4)[0].total, "one trainer has all"
+    of_three = lease_of("j", lead, 2, 1)
+    assert step(lead, of_three) == planned(many, 3)[0].total < planned(many, 2)[0].total
+    assert step(member, of_three) == planned(many, 3, leads=False)[0].total < step(lead, of_three)
+
+
+async def test_a_trainer_counts_for_the_job_of_its_lease_before_it_takes_it(
+    spec: JobSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = with_parts(spec, model={"lora": {"rank": 8}})
+    own, mine, idle = worker(Pool.ROLLOUT, HERE), job_trainer("j"), job_trainer(None)
+    load = loader(spec, monkeypatch, own, AsyncMock(return_value=[own, mine, idle]), [0])
+    store: Any = load._worker.ctx.store
+    store.lease = AsyncMock(side_effect={mine.id: lease_of("j", mine), idle.id: lease_of("other", idle)}.get)
+    store.jobs.return_value = [SimpleNamespace(id="other", spec=spec.model_dump(mode="json", exclude_unset=True))]
+    found = await load._split("nowhere")
+    store.jobs.assert_awaited_once_with(["other"])
+    assert "for steps of 1 other job" in found.why
+    assert found.share == pytest.approx(0.96 - 2 * (planned(spec)[0].total + CONTEXT_BYTES) / TOTAL)
 
 
 async def shares(spec: JobSpec, monkeypatch: pytest.MonkeyPatch, *used: int, kept: float = 0.0) -> list[float]:
@@ -209,7 +325,9 @@ def loader(
     measured = iter(used)
     monkeypatch.setattr(gpu_split, "used_bytes", lambda _: next(measured))
     monkeypatch.setattr(gpu_split, "POLL_S", 0.0)
-    ctx = SimpleNamespace(store=SimpleNamespace(workers=workers, update=AsyncMock()))
+    lease_of_each, jobs = AsyncMock(return_value=None), AsyncMock(return_value=[])
+    store = SimpleNamespace(workers=workers, update=AsyncMock(), lease=lease_of_each, jobs=jobs)
+    ctx = SimpleNamespace(store=store)
     lease = Lease(job="j", worker=own.id, incarnation="i", epoch=1, pool=Pool.ROLLOUT)
     leased: Any = SimpleNamespace(info=own, ctx=ctx)
     return Loader(leased, lease, spec, lambda *_: None, AsyncExitStack(), kept=kept)  # type: ignore[arg-type]

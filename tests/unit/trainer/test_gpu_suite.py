@@ -18,7 +18,7 @@ from loadtest.gpu import bootstrap
 from loadtest.gpu._bench import Bench, Finding, Skipped, at_least, at_most
 from loadtest.gpu._models import FOUR, HALF, ONE_AND_A_HALF, TINY, made
 from loadtest.gpu.wheels import LEFT_OUT
-from opentinker.shared.data.gpu_memory import ModelSize, model_size, training_bytes
+from opentinker.shared.data.gpu_memory import ModelSize, TrainingMemory, model_size, training_bytes
 from opentinker.shared.data.model_files import parameters_in
 from opentinker.shared.nn import attention
 from tests.support.learning import torch_spec
@@ -135,4 +135,34 @@ def test_memory_is_planned_from_the_config(bench: Bench) -> None:
     assert lora.weights > full.weights, "the base and the adapter"
     assert lora.moments < full.moments / 8 and lora.gradients < full.gradients / 8
     assert model_size({"hidden_size": 8}) is None
-    assert model_size({**orjson.loads((base / "config.json").read_bytes()), "num_experts": 8}) is None
+    experts = {**orjson.loads((base / "config.json").read_bytes()), "num_experts": 8, "num_experts_per_tok": 2}
+    assert model_size(experts) is None, "its weights have not been counted"
+    counted = model_size({**experts, "moe_intermediate_size": 32, "n_shared_experts": 1}, 10**6)
+    assert counted is not None and (counted.parameters, counted.inner) == (10**6, 2 * (32 + 64) + 32)
+
+
+def test_ranks_share_what_their_stage_of_zero_divides() -> None:
+    size = ModelSize(3584, 18_944, 28, 3584, 512, 152_064, False)
+    count, largest, ranks = size.parameters, 152_064 * 3584, 4
+
+    def memory(parallel: str, ranks: int = ranks, lora: dict[str, int] | None = None, **model: str) -> TrainingMemory:
+        resources = {"trainer_ranks": ranks}
+        return training_bytes(
+            torch_spec("b", model={"dtype": "bfloat16", "lora": lora} | model, resources=resources,
+                       train={"parallel": parallel}),
+            size,
+        )  # fmt: skip
+
+    whole = memory("data")
+    assert whole == memory("data", 1), "every rank has everything"
+    share, first, second, third = 4 * count // ranks, memory("zero1"), memory("zero2"), memory("zero3")
+    assert first == whole._replace(moments=2 * share, shares=share), "its masters"
+    assert second == first._replace(gradients=share + 4 * largest)
+    weights = {"weights": share, "gradients": 4 * largest, "casts": 2 * count + 4 * largest}
+    assert third == whole._replace(moments=2 * share, shares=share, **weights)
+    assert third.rest == 4 * share + 2 * 2 * count < whole.rest
+    assert third.total < second.total < first.total < whole.total
+    adapter, divided = memory("data", lora={"rank": 8}), memory("zero3", lora={"rank": 8})
+    assert divided.weights == adapter.weights // ranks and divided.casts == 2 * largest and not divided.gradients
+    led = training_bytes(torch_spec("b", resources={"trainer_ranks": 2}), size, leads=False)
+    assert led.snapshot == 0, "rank 0 alone sends versions"
