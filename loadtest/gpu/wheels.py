@@ -1,9 +1,10 @@
 """Packs what the GPU suite needs besides a CUDA torch into one folder: `make gpu-wheels`.
 
-    python -m loadtest.gpu.wheels [--folder runs/gpu-wheels] [--python 3.12]
+    python -m loadtest.gpu.wheels [--folder runs/gpu-wheels] [--python 3.12] [--with numpy]
 
-Wheels for Linux on x86-64 and that version of Python. Left out is what comes with torch, and what the suite does not
-import. Exit status 1 if they are larger than 60 MB together: the copy of the repository travels with them.
+Wheels for Linux on x86-64 and that version of Python. Left out is what comes with torch, NumPy, and what the suite does
+not import. Exit status 1 if they are larger than 60 MB together, unless `--with` asks for more: the copy of the
+repository travels with them.
 """
 
 from __future__ import annotations
@@ -17,20 +18,22 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from loadtest.gpu.bootstrap import NEEDED, WHEELS, normal
+from loadtest.gpu.bootstrap import NEEDED, NOT_PACKED, WHEELS, normal
 
 MOST_BYTES = 60_000_000
 LEFT_OUT = re.compile(
     r"(torch|triton|setuptools|numpy|nvidia-(?!ml-py)|cuda-|sympy|networkx|mpmath|filelock|fsspec|typing-extensions|"
     r"sqlalchemy|greenlet|alembic|mako|hf-xet)"
 )
-"""What comes with torch, and what other packages name but the suite does not import."""
+"""What comes with torch, NumPy, and what other packages name but the suite does not import."""
+EXTRA = sorted(NOT_PACKED - {"torch"})
+"""Packages that are left out, and packed on demand."""
 PLATFORMS = ("manylinux_2_5", "manylinux1", "manylinux_2_12", "manylinux2010", "manylinux_2_17", "manylinux2014",
              "manylinux_2_24", "manylinux_2_26", "manylinux_2_27", "manylinux_2_28", "manylinux_2_34")  # fmt: skip
 
 
-def requirements(python: str, without: Sequence[str] = ()) -> list[str]:
-    """Return exact versions of all packages, without those that are left out."""
+def requirements(python: str, without: Sequence[str] = (), extra: Sequence[str] = ()) -> list[str]:
+    """Return exact versions of all packages, without those that are left out. `extra`: of these some that are not."""
     wanted = "\n".join(f"{name}>={lowest}" for name, lowest in NEEDED.items() if name != "torch")
     uv = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-header", "--no-annotate", "-"]
     where = ["--python-version", python, "--python-platform", "x86_64-manylinux_2_28"]
@@ -38,10 +41,11 @@ def requirements(python: str, without: Sequence[str] = ()) -> list[str]:
     if found.returncode:
         sys.exit(f"uv cannot resolve the packages: {found.stderr.strip()}")
     exact = {normal(line.partition("==")[0]): line for line in found.stdout.split()}
-    return [line for name, line in exact.items() if not LEFT_OUT.match(name) and name not in without]
+    packed = [name for name in exact if name in extra or not LEFT_OUT.match(name)]
+    return [exact[name] for name in packed if name not in without]
 
 
-def pack(folder: Path, python: str, without: Sequence[str] = ()) -> int:
+def pack(folder: Path, python: str, without: Sequence[str] = (), extra: Sequence[str] = ()) -> int:
     """Replace the folder's wheels. Returns their bytes together."""
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     target = ["--only-binary=:all:", "--python-version", python, "--implementation", "cp"]
@@ -49,7 +53,7 @@ def pack(folder: Path, python: str, without: Sequence[str] = ()) -> int:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     with tempfile.TemporaryDirectory() as built:
-        for line in requirements(python, without):
+        for line in requirements(python, without, extra):
             download = [*pip, "download", "--no-deps", *target, "--dest", str(folder), line]
             if subprocess.run(download, capture_output=True, check=False).returncode == 0:
                 continue
@@ -68,11 +72,14 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=WHEELS)
     parser.add_argument("--python", default="3.12", help="version of the Python that has the CUDA torch")
     parser.add_argument("--without", nargs="*", default=[], help="packages that the other Python has already")
+    parser.add_argument(
+        "--with", nargs="*", default=[], dest="extra", choices=EXTRA, help="packages to add: it lacks them"
+    )
     options = parser.parse_args()
-    total = pack(options.folder, options.python, [normal(name) for name in options.without])
+    total = pack(options.folder, options.python, [normal(name) for name in options.without], options.extra)
     count = len(list(options.folder.iterdir()))
     print(f"{count} wheels for Python {options.python} in {options.folder}: {total / 1e6:.1f} MB")
-    if total > MOST_BYTES:
+    if total > MOST_BYTES and not options.extra:
         sys.exit(f"that is more than {MOST_BYTES / 1e6:.0f} MB")
 
 

@@ -14,7 +14,7 @@ import torch
 from packaging.requirements import Requirement
 
 from loadtest.gpu import __main__ as suite
-from loadtest.gpu import bootstrap
+from loadtest.gpu import bootstrap, wheels
 from loadtest.gpu._bench import Bench, Finding, Skipped, at_least, at_most
 from loadtest.gpu._models import FOUR, HALF, ONE_AND_A_HALF, TINY, made
 from loadtest.gpu.wheels import LEFT_OUT
@@ -88,7 +88,30 @@ def wheel(folder: Path, name: str, number: str) -> None:
 def test_what_a_packed_package_cannot_be_imported_without_is_packed_too(package: str) -> None:
     wanted = [Requirement(line) for line in importlib.metadata.requires(package) or ()]
     needed = {bootstrap.normal(one.name) for one in wanted if one.marker is None or one.marker.evaluate({"extra": ""})}
-    assert not {name for name in needed if LEFT_OUT.match(name)} - {"torch", "numpy"}, "those come with torch"
+    assert not {name for name in needed if LEFT_OUT.match(name)} - bootstrap.NOT_PACKED
+
+
+def test_what_is_needed_and_neither_packed_nor_required_by_torch_is_named_and_can_be_packed() -> None:
+    required = {bootstrap.normal(Requirement(line).name) for line in importlib.metadata.requires("torch") or ()}
+    absent = {name for name in bootstrap.NEEDED if LEFT_OUT.match(name)} - required
+    assert absent == bootstrap.NOT_PACKED
+    assert {*wheels.EXTRA} == absent - {"torch"}
+
+
+def test_what_is_lacking_says_how_to_pack_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for missing, said in ((["numpy", "msgspec"], "make gpu-wheels GPU_WITH=numpy,"), (["msgspec"], "make gpu-wheels,")):
+        with pytest.raises(SystemExit) as stopped:
+            bootstrap.add(missing, [], tmp_path, str(tmp_path))
+        assert stopped.value.code == bootstrap.NO_GPU
+        assert f"lacks {', '.join(missing)}" in (told := capsys.readouterr().err) and said in told
+
+
+def test_numpy_is_packed_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = "torch==2.11.0\nnumpy==2.5.5\nmsgspec==0.22.0\npillow==13.0.0\n"
+    resolved = subprocess.CompletedProcess[str]([], 0, found, "")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: resolved)
+    assert wheels.requirements("3.12", ["pillow"]) == ["msgspec==0.22.0"]
+    assert wheels.requirements("3.12", extra=["numpy"]) == ["numpy==2.5.5", "msgspec==0.22.0", "pillow==13.0.0"]
 
 
 def test_only_missing_and_old_packages_come_from_the_wheels(tmp_path: Path) -> None:
