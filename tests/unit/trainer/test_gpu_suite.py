@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import orjson
@@ -17,6 +18,8 @@ from loadtest.gpu import __main__ as suite
 from loadtest.gpu import bootstrap, wheels
 from loadtest.gpu._bench import Bench, Finding, Skipped, at_least, at_most
 from loadtest.gpu._models import FOUR, HALF, ONE_AND_A_HALF, TINY, made
+from loadtest.gpu.job import JOB_TIMEOUT_S
+from loadtest.gpu.weights import TIMEOUT_S
 from loadtest.gpu.wheels import LEFT_OUT
 from opentinker.shared.data.gpu_memory import ModelSize, TrainingMemory, model_size, training_bytes
 from opentinker.shared.data.model_files import parameters_in
@@ -61,12 +64,85 @@ def test_what_raises_and_what_is_late_is_bad_and_the_rest_runs(
     def fine(_: Bench) -> Iterator[Finding]:
         yield at_least("last", 3.0, 2.0)
 
-    monkeypatch.setitem(suite.SUBJECTS, "weights", (broken, lacking, fine))
+    monkeypatch.setitem(suite.SUBJECTS, "weights", suite.Subject(60.0, (broken, lacking, fine)))
     table = suite.run(bench, ["weights"], 500.0)
     said = capsys.readouterr().out
     assert (table.bad, table.skipped) == (1, 1)
     assert "RuntimeError: CUDA error: out of luck" in said and "a second GPU is needed" in said and "| last |" in said
     assert suite.run(bench, ["weights"], -1.0).bad == 3
+
+
+class AsOnGpu(Bench):
+    on_gpu = True
+
+    def forget(self) -> None:
+        pass
+
+
+def test_a_check_begins_only_with_its_limit_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fine(_: Bench) -> Iterator[Finding]:
+        yield Finding("it ran", "")
+
+    monkeypatch.setattr(suite, "describe", lambda _: "")
+    monkeypatch.setitem(suite.SUBJECTS, "weights", suite.Subject(100.0, (fine,)))
+    bench = AsOnGpu("cuda", True, tmp_path)
+    assert suite.run(bench, ["weights"], 99.0).bad == 1
+    assert "not run: it may take 100 s, and 99 s are left" in capsys.readouterr().out
+    assert suite.run(bench, ["weights"], 200.0).bad == 0 and "it ran" in capsys.readouterr().out
+
+
+def test_limits_leave_time_for_the_checks_own() -> None:
+    assert suite.SUBJECTS["job"].limit_s > JOB_TIMEOUT_S
+    assert suite.SUBJECTS["weights"].limit_s > TIMEOUT_S
+    assert all(subject.limit_s < suite.BUDGET_S / 2 for subject in suite.SUBJECTS.values())
+
+
+def test_a_check_that_hangs_is_the_last_line_of_the_table(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @contextmanager
+    def over_at_once(limit_s: float, place: Path, report: Callable[[], None]) -> Iterator[None]:
+        assert 0 < limit_s <= 77.0 and place == bench.place
+        report()
+        raise SystemExit(1)
+        yield
+
+    monkeypatch.setattr(suite, "limited", over_at_once)
+    with pytest.raises(SystemExit):
+        suite.run(bench, ["attention"], 77.0)
+    said = capsys.readouterr().out
+    assert "| attention | kernel | hangs: it has not ended after 77 s" in said and "1 lines, 1 bad" in said
+
+
+HANGS = """
+import subprocess, sys, time
+from pathlib import Path
+from loadtest.gpu._watchdog import limited
+from opentinker.shared.runtime.parent_death import adopt_orphans
+
+adopt_orphans()
+place = Path(sys.argv[1])
+place.mkdir()
+with limited(60.0, place, print):
+    pass
+with limited(2.0, place, lambda: print("reported", flush=True)):
+    child = subprocess.Popen(["sh", "-c", "sleep 500 & echo $!; wait"], stdout=subprocess.PIPE, text=True)
+    print(child.pid, child.stdout.readline().strip(), flush=True)
+    child.wait()
+print("went on")
+"""
+
+
+def test_a_check_that_hangs_ends_with_its_processes_and_its_files(tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    argv = [sys.executable, "-c", HANGS, str(place)]
+    ran = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=120, cwd=bootstrap.ROOT)
+    pids, *told = ran.stdout.splitlines()
+    assert (ran.returncode, told) == (1, ["reported"]), ran.stderr
+    assert len(pids.split()) == 2 and not any(Path("/proc", pid).exists() for pid in pids.split())
+    assert not place.exists()
 
 
 def test_numbers_that_are_none_are_bad() -> None:
