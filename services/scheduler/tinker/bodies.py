@@ -219,10 +219,13 @@ async def read_raw(request: web.Request, limit: int) -> bytes:
             size += len(part)
             if size > limit:
                 raise too_large(limit)
-    raw, encoding = b"".join(parts), request.headers.get("Content-Encoding", "identity").strip().lower()
-    if encoding == "zstd":
-        return await asyncio.to_thread(_decompressed, raw, limit)
-    return raw
+    raw = b"".join(parts)
+    return await asyncio.to_thread(_decompressed, raw, limit) if is_compressed(request) else raw
+
+
+def is_compressed(request: web.Request) -> bool:
+    """Return whether the body may have more bytes than are sent."""
+    return request.headers.get("Content-Encoding", "").strip().lower() == "zstd"
 
 
 def _decompressed(raw: bytes, limit: int) -> bytes:

@@ -225,9 +225,9 @@ class TrainingApi:
         parse: Callable[[bytes], Awaitable[G | Refused]],
         make: Callable[[G], Body],
     ) -> web.Response:
-        """Read the data of a pass and send its command. A large body takes one of its tenant's places before it is
-        read: a client that stalls delays no other tenant."""
-        is_large = (request.content_length or LARGE) > bodies.MIDDLE
+        """Read the data of a pass and send its command. A body that is large, or may be once it is decompressed, takes
+        one of its tenant's places before it is read: a client that stalls delays no other tenant."""
+        is_large = bodies.is_compressed(request) or (request.content_length or LARGE) > bodies.MIDDLE
         async with self._places(tenant_of(request)) if is_large else contextlib.nullcontext():
             raw = await read_raw(request, most)
             async with self._parsing if len(raw) > bodies.MIDDLE else contextlib.nullcontext():

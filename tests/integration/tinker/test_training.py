@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import zstandard
 
+from opentinker.services.scheduler.tinker import bodies
 from opentinker.services.scheduler.tinker.schema import ForwardBackwardOutput
 from opentinker.services.scheduler.tinker.training_api import LARGE_OF_TENANT
 from opentinker.shared.runtime.service import Context
@@ -23,6 +25,7 @@ from opentinker.shared.types.tinker import (
     Save,
     Skip,
 )
+from tests.conftest import until
 from tests.integration.tinker.site import BASE, Client, FakeWorkers, checkpoint_of, fill, passes
 from tests.support.api import Http, new_key_of
 
@@ -235,6 +238,35 @@ async def test_uploads_of_a_tenant_that_stall_do_not_delay_large_ones_of_others(
             status, promise = await user.raw("forward_backward", upload())
         assert status == 200 and (await user.result(promise))["metrics"] == {"loss:sum": 1.5}
         stalls.set()
+
+
+async def test_compressed_bodies_of_a_tenant_wait_for_its_places_before_they_are_decompressed(
+    user: Client, workers: FakeWorkers, api: Http, ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few kB of zstd may be megabytes: with nothing to stop it, a tenant filled the memory with those that waited."""
+    model, blue = await user.model(), Client(api, await new_key_of(ctx.store, "blue"))
+    compress, zstd = zstandard.ZstdCompressor().compress, {"Content-Encoding": "zstd"}
+    large, decompressed, end = compress(bytes(3 << 20)), bodies._decompressed, threading.Event()
+    begun: list[int] = []
+
+    def held(raw: bytes, limit: int) -> bytes:
+        if raw == large:
+            begun.append(len(raw))
+            end.wait(20.0)
+        return decompressed(raw, limit)
+
+    monkeypatch.setattr(bodies, "_decompressed", held)
+    async with asyncio.TaskGroup() as tasks:
+        sent = [tasks.create_task(blue.raw("forward_backward", large, **zstd)) for _ in range(5 * LARGE_OF_TENANT)]
+        try:
+            await until(lambda: len(begun) >= LARGE_OF_TENANT)
+            async with asyncio.timeout(5.0):
+                status, promise = await user.raw("forward_backward", compress(passes(model, 1)), **zstd)
+                assert status == 200 and (await user.result(promise))["metrics"] == {"loss:sum": 1.5}
+            assert len(begun) == LARGE_OF_TENANT and len(large) < bodies.SMALL
+        finally:
+            end.set()
+    assert {task.result()[0] for task in sent} == {422} and len(begun) == len(sent)
 
 
 async def test_a_repeated_request_is_carried_out_once_and_another_under_its_number_is_refused(
