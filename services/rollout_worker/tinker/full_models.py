@@ -24,7 +24,7 @@ BASE = ("", "")
 
 
 class FullModels:
-    """Takes the place of `AdapterCache`."""
+    """Takes the place of `AdapterCache`; requests have their turns by weights, not by tenant."""
 
     def __init__(self, engine: Engine, base: str) -> None:
         """`base`: model whose weights the engine has now."""

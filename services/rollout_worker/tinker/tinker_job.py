@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, AsyncExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -242,11 +242,16 @@ class TinkerJob:
         )
         if problem:
             return Failed(error=problem)
-        async with self.adapters.holding(request.directory, request.version) as adapter:
+        async with self._holding(request, undrawn.tenant) as adapter:
             drawn = [self._draw(request, prompt, index, adapter, undrawn) for index in range(request.count)]
             completions = await gather_all(drawn)
         self.meter.counts["serving/prompt_tokens"] += len(prompt)
         return await asyncio.to_thread(sampled_of, request, completions)
+
+    def _holding(self, request: SampleRequest, tenant: str) -> AbstractAsyncContextManager[str]:
+        if isinstance(self.adapters, FullModels):
+            return self.adapters.holding(request.directory, request.version)
+        return self.adapters.holding(tenant, request.directory, request.version)
 
     async def _draw(
         self, request: SampleRequest, prompt: list[int], index: int, adapter: str, undrawn: Undrawn

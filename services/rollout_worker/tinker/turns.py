@@ -45,7 +45,7 @@ class Turns:
         self.begun[tenant] += samples
 
     def leave(self, tenant: str, samples: int = 1) -> None:
-        _lower(self.begun, tenant, samples)
+        lower(self.begun, tenant, samples)
         self.left.set()
 
     def _has_place(self, tenant: str) -> bool:
@@ -76,7 +76,7 @@ class Turns:
     def _give(self, tenant: str) -> None:
         """Give a place back, and wake whose turn it is: of the tenant that has the fewest places, then of the one
         served the longest ago."""
-        _lower(self.drawn, tenant, 1)
+        lower(self.drawn, tenant, 1)
         while ready := [one for one in self._waiting if self._has_place(one)]:
             self._wake(min(ready, key=lambda one: (self.drawn[one], self._served.get(one, 0))))
 
@@ -97,7 +97,8 @@ class Turns:
             self._served = {one: at for one, at in self._served.items() if one in here}
 
 
-def _lower(used: Counter[str], tenant: str, amount: int) -> None:
+def lower(used: Counter[str], tenant: str, amount: int) -> None:
+    """Subtract; a tenant that has nothing left is not counted any longer."""
     used[tenant] -= amount
     if not used[tenant]:
         del used[tenant]

@@ -51,12 +51,12 @@ class Bench:
         self.place, self.engine = place, Shelf()
         self.cache = AdapterCache(self.engine, room, max_rank=8)
         self.using: list[str] = []
-        for name in "abcd":
+        for name in "abcdefg":
             write_adapter(place / name)
 
-    async def use(self, name: str, end: asyncio.Event | None = None, version: str = "1") -> str:
+    async def use(self, name: str, end: asyncio.Event | None = None, version: str = "1", tenant: str = "red") -> str:
         """Hold it until `end`. The engine must know it all the while."""
-        async with self.cache.holding(str(self.place / name), version) as known:
+        async with self.cache.holding(tenant, str(self.place / name), version) as known:
             self.using.append(name)
             assert known in self.engine._adapters
             if end is not None:
@@ -76,7 +76,7 @@ async def test_the_least_recently_used_one_makes_room_and_comes_back(bench: Benc
     assert bench.engine.calls == ["+a", "+b", "-", "+c", "-", "+b"], "a is used most"
     assert names[1] == names[5], "the same contents have the same name when they come back"
     assert len({*names}) == 3 and bench.cache.loads == 4
-    async with bench.cache.holding("", "") as base:
+    async with bench.cache.holding("red", "", "") as base:
         assert base == "" and len(bench.engine.calls) == 6
 
 
@@ -116,12 +116,67 @@ async def test_who_gives_up_waiting_leaves_the_others_their_adapters(bench: Benc
     assert bench.engine.calls == ["+a", "+b"]
 
 
+async def test_a_tenant_with_many_adapters_in_use_and_more_waiting_delays_others_by_one_of_its_requests(
+    bench: Bench,
+) -> None:
+    ends = {name: asyncio.Event() for name in "abcdefg"}
+    users = [asyncio.create_task(bench.use(name, ends[name])) for name in "abcdef"]
+    await until(lambda: len(bench.using) == 2 and len(bench.cache._waiting) == 4)
+    other = asyncio.create_task(bench.use("g", ends["g"], tenant="blue"))
+    await until(lambda: len(bench.cache._waiting) == 5)
+    assert bench.using == ["a", "b"]
+    ends["a"].set()
+    await until(lambda: len(bench.cache._waiting) == 4)
+    assert bench.using == ["b", "g"], "the tenant without an adapter is next"
+    ends["b"].set()
+    await until(lambda: len(bench.cache._waiting) == 3)
+    assert bench.using == ["g", "c"], "then the others in the order of their arrival"
+    for end in ends.values():
+        end.set()
+    await soon(asyncio.gather(other, *users))
+
+
+async def test_tenants_with_as_many_adapters_in_use_take_turns(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, room=1)
+    ends = {name: asyncio.Event() for name in "abcdef"}
+    owners = {"a": "red", "b": "red", "c": "red", "d": "blue", "e": "blue", "f": "green"}
+    users = [asyncio.create_task(bench.use(name, ends[name], tenant=owners[name])) for name in owners]
+    order = ""
+    for waiting in reversed(range(6)):
+        await until(lambda: len(bench.cache._waiting), waiting.__eq__)
+        order += bench.using[0]
+        ends[order[-1]].set()
+    await soon(asyncio.gather(*users))
+    assert order == "adfbec"
+
+
+async def test_room_is_made_by_the_tenant_that_uses_the_most_and_by_the_first_that_is_idle(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, room=3)
+    ends = {name: asyncio.Event() for name in "abcd"}
+    held = [("a", "blue"), ("b", "red"), ("c", "red")]
+    users = [asyncio.create_task(bench.use(name, ends[name], tenant=tenant)) for name, tenant in held]
+    await until(lambda: bench.using, lambda using: using == ["a", "b", "c"])
+    fourth = asyncio.create_task(bench.use("d", ends["d"], tenant="green"))
+    await until(lambda: any(adapter.leaving for adapter in bench.cache._loaded.values()))
+    for name, tenant in (("a", "blue"), ("c", "red")):
+        await soon(bench.use(name, tenant=tenant))  # not the one to leave, though `a` was used the longest ago
+    late = asyncio.create_task(bench.use("b"))
+    await until(lambda: len(bench.cache._waiting) == 2)
+    ends["c"].set()
+    await until(lambda: "d" in bench.using)
+    await soon(late)  # `b` stays: `c` was idle first
+    assert bench.engine.calls == ["+a", "+b", "+c", "-", "+d"]
+    for end in ends.values():
+        end.set()
+    await soon(asyncio.gather(fourth, *users))
+
+
 async def test_random_users_that_are_cut_off_never_lose_an_adapter_nor_a_place(bench: Bench) -> None:
     draw = np.random.default_rng(0)
 
-    async def user(name: str, rounds: int, cut: bool) -> None:
+    async def user(name: str, tenant: str, rounds: int, cut: bool) -> None:
         end = asyncio.Event()
-        task = asyncio.create_task(bench.use(name, end))
+        task = asyncio.create_task(bench.use(name, end, tenant=tenant))
         for _ in range(rounds):
             await asyncio.sleep(0)
             assert bench.engine.held <= 2
@@ -131,9 +186,11 @@ async def test_random_users_that_are_cut_off_never_lose_an_adapter_nor_a_place(b
         with contextlib.suppress(asyncio.CancelledError):
             await soon(task)
 
-    plan = zip(draw.choice(list("abcd"), 200), draw.integers(0, 20, 200), draw.random(200) < 0.3, strict=True)
-    await asyncio.gather(*(user(str(name), int(rounds), bool(cut)) for name, rounds, cut in plan))
-    assert all(adapter.users == 0 and not adapter.leaving for adapter in bench.cache._loaded.values())
+    names, tenants = draw.choice(list("abcd"), 200), draw.choice(["red", "blue", "green"], 200)
+    plan = zip(names, tenants, draw.integers(0, 20, 200), draw.random(200) < 0.3, strict=True)
+    await asyncio.gather(*(user(str(name), str(tenant), int(rounds), bool(cut)) for name, tenant, rounds, cut in plan))
+    assert not any(adapter.users or adapter.leaving for adapter in bench.cache._loaded.values())
+    assert not bench.cache._waiting and not bench.cache._in_use
     assert len(bench.cache) == bench.engine.held <= 2
 
 
