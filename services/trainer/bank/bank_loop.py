@@ -34,6 +34,7 @@ from opentinker.services.trainer.bank.limits import BankEnded, NotFinite
 from opentinker.services.trainer.bank.mixed_batch import PieceResult
 from opentinker.services.trainer.bank.pass_budget import PassBudget
 from opentinker.services.trainer.bank.pass_part import PassOptions, Unit
+from opentinker.services.trainer.bank.slots_lock import SlotsLock
 from opentinker.services.trainer.bank.tenant_totals import TenantTotals
 from opentinker.shared.asyncio_tools import Notifier
 from opentinker.shared.spec import LoraSpec
@@ -58,7 +59,7 @@ class BankLoop:
         self._queue = FairQueue[BankCommand](limits.datum_tokens, max(1, limits.step_tokens // TURNS))
         self._budget = PassBudget(limits.step_tokens)
         self._thread = ThreadPoolExecutor(1, "bank")
-        self._slots = asyncio.Lock()
+        self._slots = SlotsLock()
         """Held from the load of adapters to the end of their pass, and while an adapter is added: adding evicts."""
         self._wake, self._finished = asyncio.Event(), Notifier()
         self._rooms: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -108,17 +109,17 @@ class BankLoop:
         a bank of one slot. `deterministic`: each of its units has a pass to itself, and results are bit for bit those
         of a trainer that one job has to itself. Raises Refused, Conflict or OSError."""
         create = functools.partial(self.bank.create, adapter, lora, seed, owner=tenant, deterministic=deterministic)
-        await self._add(adapter, create)
+        await self._add(tenant, adapter, create)
 
     async def import_peft(self, tenant: str, adapter: str, directory: Path) -> None:
         """Likewise."""
-        await self._add(adapter, lambda: self.bank.import_peft(adapter, directory, owner=tenant))
+        await self._add(tenant, adapter, lambda: self.bank.import_peft(adapter, directory, owner=tenant))
 
     async def add(self, tenant: str, adapter: Adapter) -> None:
         """Add this one; likewise."""
-        await self._add(adapter.name, lambda: self.bank.add(adapter, owner=tenant))
+        await self._add(tenant, adapter.name, lambda: self.bank.add(adapter, owner=tenant))
 
-    async def _add(self, adapter: str, function: Callable[[], None]) -> None:
+    async def _add(self, tenant: str, adapter: str, function: Callable[[], None]) -> None:
         """Add an adapter; if it is cancelled before the end, remove it."""
         added = False
 
@@ -131,7 +132,7 @@ class BankLoop:
             if added:
                 self.bank.remove(adapter)
 
-        async with self._slots:
+        async with self._slots.adding(tenant):
             self._require_running()
             try:
                 await self._in_thread(add)
@@ -290,8 +291,9 @@ class BankLoop:
     async def _carry_out_steps(self) -> None:
         """Carry out a round of what is no pass and stands first: optimizer steps in one call."""
         chosen = self._queue.steps(self.bank.slots)
-        async with self._slots:
-            await self._carry_out_optimizer_steps([one for one in chosen if isinstance(one.command, StepCommand)])
+        if steps := [one for one in chosen if isinstance(one.command, StepCommand)]:
+            async with self._slots:
+                await self._carry_out_optimizer_steps(steps)
         for waiting in chosen:
             if isinstance(waiting.command, CallCommand) and not waiting.command.answer.cancelled():
                 await self._carry_out_call(waiting, waiting.command)
@@ -313,8 +315,6 @@ class BankLoop:
     async def _load(self, chosen: Sequence[Waiting[BankCommand]]) -> list[Waiting[BankCommand]]:
         """Bring the adapters of commands into slots. Leaves out cancelled commands and, with their error as the answer,
         those whose adapter cannot be used."""
-        if not chosen:
-            return []
         names = [waiting.adapter for waiting in chosen]
         changing = {w.adapter for w in chosen if not isinstance(w.command, ForwardCommand) or w.command.backward}
         unusable = await self._in_thread(lambda: self.bank.load(names, changing))
