@@ -20,6 +20,8 @@ ALPHA = 32.0
 """LoRA alpha of every model: the API has no such setting."""
 LARGEST_OPTION = 1e30
 """Of a loss: passes compute with float32, and one that fails by it costs the other models of the pass time."""
+SMALLEST_EPS = 1e-30
+"""Of an optimizer step: with 0, as float32 has it for 1e-46, a weight without a gradient so far becomes 0 / 0."""
 
 
 CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]

@@ -55,6 +55,7 @@ from opentinker.shared.state.tinker.sessions import TooManyRecords
 from opentinker.shared.types.core import JobRecord
 from opentinker.shared.types.errors import NotFound, SpecError
 from opentinker.shared.types.tinker import (
+    SMALLEST_EPS,
     CheckpointKind,
     Create,
     Load,
@@ -320,7 +321,7 @@ def step_of(adam: AdamBody) -> OptimStep:
         lr=finite("learning_rate", adam.learning_rate, 0.0, LARGEST_SETTING),
         beta1=finite("beta1", adam.beta1, 0.0, 0.999999),
         beta2=finite("beta2", adam.beta2, 0.0, 0.9999999),
-        eps=finite("eps", adam.eps, 0.0, LARGEST_SETTING),
+        eps=finite("eps", adam.eps, SMALLEST_EPS, LARGEST_SETTING),
         weight_decay=finite("weight_decay", adam.weight_decay, 0.0, LARGEST_SETTING),
         clip=max(0.0, finite("grad_clip_norm", adam.grad_clip_norm)),
     )

@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from opentinker.services.trainer.bank.adapter import Adapter
 from opentinker.services.trainer.bank.limits import Refused
 from opentinker.services.trainer.bank.sole_adapter import deterministic_algorithms
+from opentinker.shared.types.tinker import SMALLEST_EPS
 
 LARGEST_SETTING = 1e6
 """Every number of a step then fits a float32: adapters that step in one call cannot fail each other."""
+LOWEST = {"lr": 0.0, "eps": SMALLEST_EPS, "weight_decay": 0.0}
 
 
 class AdamSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,9 +35,9 @@ class AdamSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 def check_settings(settings: AdamSettings) -> None:
     """Raise Refused for settings that AdamW has no meaning for."""
-    for name in ("lr", "eps", "weight_decay"):
-        if not 0 <= getattr(settings, name) <= LARGEST_SETTING:
-            raise Refused(f"{name} = {getattr(settings, name)}: must be 0 to {LARGEST_SETTING:g}")
+    for name, lowest in LOWEST.items():
+        if not lowest <= getattr(settings, name) <= LARGEST_SETTING:
+            raise Refused(f"{name} = {getattr(settings, name)}: must be {lowest:g} to {LARGEST_SETTING:g}")
     for name in ("beta1", "beta2"):
         if not 0 <= getattr(settings, name) < 1:
             raise Refused(f"{name} = {getattr(settings, name)}: must be at least 0 and below 1")

@@ -178,6 +178,20 @@ async def test_wrong_data_are_the_answer_of_the_command_and_the_model_stays_usab
 
 
 @pytest.mark.parametrize(
+    ("name", "value", "bounds"),
+    [("eps", 0.0, "1e-30 to 1e+06"), ("eps", 1e-46, "1e-30 to 1e+06"), ("learning_rate", -1.0, "0 to 1e+06")],
+)
+async def test_settings_of_a_step_have_bounds(
+    user: Client, workers: FakeWorkers, name: str, value: float, bounds: str
+) -> None:
+    """With eps = 0 the first step would make NaN of every weight that has no gradient yet."""
+    model = await user.model()
+    failed = await user.result(await user.ok("optim_step", model_id=model, seq_id=1, adam_params={name: value}))
+    assert name in failed["error"] and f"must be a finite number, {bounds}" in failed["error"]
+    assert isinstance(workers.commands[1].body, Skip)
+
+
+@pytest.mark.parametrize(
     ("loss", "said"), [("stable_reinforce", "pass loss_fn=importance_sampling"), ("gspo", "cross_entropy, importance")]
 )
 async def test_a_loss_that_is_not_served_is_refused_with_advice(user: Client, loss: str, said: str) -> None:

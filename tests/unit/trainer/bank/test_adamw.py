@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from opentinker.services.trainer.bank import adamw
-from opentinker.services.trainer.bank.adamw import LARGEST_SETTING, AdamSettings, check_settings
+from opentinker.services.trainer.bank.adamw import LARGEST_SETTING, LOWEST, AdamSettings, check_settings
 from opentinker.services.trainer.bank.adapter import Adapter, AdapterShape
 from opentinker.services.trainer.bank.limits import Refused
+from opentinker.shared.types.tinker import SMALLEST_EPS
 
 SETTINGS = [
     AdamSettings(lr=1e-2),
@@ -57,7 +58,7 @@ NUMBERS = st.one_of(st.sampled_from([0.0, 1e-12, 1.0, LARGEST_SETTING]), st.floa
 BETAS = st.one_of(st.sampled_from([0.0, 0.9, 1 - 2**-53]), st.floats(0.0, 1.0, exclude_max=True))
 CHOSEN = st.builds(
     AdamSettings,
-    lr=NUMBERS, beta1=BETAS, beta2=BETAS, eps=NUMBERS, weight_decay=NUMBERS,
+    lr=NUMBERS, beta1=BETAS, beta2=BETAS, eps=NUMBERS.map(lambda eps: max(eps, SMALLEST_EPS)), weight_decay=NUMBERS,
     clip=st.none() | st.floats(1e-300, 1e300),
 )  # fmt: skip
 ROUNDS = st.lists(st.dictionaries(st.integers(0, 3), CHOSEN, min_size=1), min_size=1, max_size=6)
@@ -114,5 +115,19 @@ def test_a_step_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("value", [-1.0, 1e300, float("inf"), float("nan")])
 def test_settings_that_float32_does_not_hold_are_refused(name: str, value: float) -> None:
     chosen = msgspec.structs.replace(AdamSettings(lr=1e-3), **{name: value})
-    with pytest.raises(Refused, match=f"{name} = .*: must be 0 to 1e\\+06"):
+    with pytest.raises(Refused, match=f"{name} = .*: must be {LOWEST[name]:g} to 1e\\+06"):
         check_settings(chosen)
+
+
+def test_weights_without_a_gradient_stay_with_the_smallest_eps_and_a_smaller_one_is_refused() -> None:
+    """As those of A are at the first step, where B is 0: with eps = 0 they became NaN, and the step had succeeded."""
+    smallest, one = AdamSettings(lr=1e-2, eps=SMALLEST_EPS), adapter(2)
+    before = one.weights.clone()
+    one.gradient[0] = 1.0
+    check_settings(smallest)
+    adamw.step([one], [smallest], adamw.gradient_norms([one]))
+    assert one.weights[0].item() == pytest.approx(before[0].item() - 1e-2, abs=1e-6)
+    assert torch.equal(one.weights[1:], before[1:])
+    for eps in (0.0, 1e-46):
+        with pytest.raises(Refused, match=r"eps = .*: must be 1e-30 to 1e\+06"):
+            check_settings(msgspec.structs.replace(smallest, eps=eps))
