@@ -110,7 +110,7 @@ class Save(msgspec.Struct, frozen=True, kw_only=True, tag="save"):
     """0: kept until it is deleted."""
     overwrite: bool = False
     follows: bool = False
-    """Whether `sampler` takes later sampler weights of the model, with a name or without."""
+    """Whether `sampler` takes later sampler weights of the model that have no name."""
     metadata: dict[str, str] = {}
     """The checkpoint's."""
 
@@ -363,7 +363,7 @@ class Sampler(msgspec.Struct, frozen=True, kw_only=True):
     version: str = ""
     rank: int = 0
     follows: bool = False
-    """Whether it takes later weights that are saved for it (kind `inflight`)."""
+    """Whether it takes later weights of the model that are saved without a name (kind `inflight`)."""
 
 
 class ModelProgress(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,11 +9,11 @@ import numpy as np
 
 from opentinker.services.rollout_worker.engines.base import MAX_LIKELY, Completion, Sampling
 from opentinker.services.rollout_worker.engines.base import Likely as LikelyHere
+from opentinker.shared.openai.sampling import MAX_TEMPERATURE
 from opentinker.shared.types.core import StopReason
 from opentinker.shared.types.tinker import Likely, Sampled, SampleRequest, SampleSequence, too_many_cells
 
 MAX_COUNT = 1024
-MAX_TEMPERATURE = 2.0
 SEEDS = 2**63
 NO_LOGPROB = -99999.0
 

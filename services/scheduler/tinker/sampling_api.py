@@ -31,6 +31,7 @@ from opentinker.services.scheduler.tinker.bodies import (
 )
 from opentinker.services.scheduler.tinker.commands import PUBLISH_S
 from opentinker.shared.messaging.subjects import SAMPLE
+from opentinker.shared.openai.sampling import MAX_TEMPERATURE
 from opentinker.shared.security.authorization import Action
 from opentinker.shared.types import codec
 from opentinker.shared.types.errors import Conflict, NotFound, SpecError
@@ -207,7 +208,7 @@ def params_of(params: ParamsBody) -> SampleParams:
     top_k = _whole("top_k", params.top_k, -1, 2**31 - 1)
     return SampleParams(
         max_tokens=None if params.max_tokens is None else _whole("max_tokens", params.max_tokens, 1, MAX_TOKENS),
-        temperature=finite("temperature", params.temperature, 0.0, 100.0),
+        temperature=finite("temperature", params.temperature, 0.0, MAX_TEMPERATURE),
         top_p=finite("top_p", params.top_p, 1e-6, 1.0),
         top_k=top_k or -1,
         seed=None if params.seed is None else _whole("seed", params.seed, 0, MAX_SEQ),

@@ -87,6 +87,7 @@ async def test_what_ends_a_sample(
         ({"num_samples": 0}, "num_samples"),
         ({"num_samples": 10**9}, "num_samples"),
         ({"sampling_params": {"temperature": -1}}, "temperature"),
+        ({"sampling_params": {"temperature": 2.1}}, "temperature"),
         ({"sampling_params": {"top_p": 0}}, "top_p"),
         ({"sampling_params": {"max_tokens": 0}}, "max_tokens"),
         ({"sampling_params": {"stop": [1, "x"]}}, "stop"),
