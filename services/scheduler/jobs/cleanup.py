@@ -1,5 +1,6 @@
 """After a job: its messages and consumers, the checkpoint of another job that it started from, and the members of its
-opponent pools are removed once its workers have let go. The ledger's counts stay.
+opponent pools are removed once its workers have let go; commands to a Tinker server count no longer. Counts of the
+ledger stay.
 
 clean loop   consumes the set of jobs that are ending; removes their messages; polls once a second
 """
@@ -20,8 +21,10 @@ from opentinker.shared.asyncio_tools import sleep
 from opentinker.shared.messaging.stored_messages import required_stream
 from opentinker.shared.messaging.subjects import COMMAND, EXAM, GROUP, SAMPLE, SCORE, TICKET, token
 from opentinker.shared.runtime.service import Context
+from opentinker.shared.spec.tinker import KIND as TINKER
 from opentinker.shared.state.admission import admission_of
 from opentinker.shared.state.artifacts import ArtifactIndex
+from opentinker.shared.state.tinker.store import TinkerStore
 from opentinker.shared.types.core import JobRecord
 from opentinker.shared.types.pools import members_of
 
@@ -71,6 +74,8 @@ class JobCleaner:
                 await self.bus.delete_consumers(subject, job=part, tenant="*")
                 await self.bus.purge(required_stream(subject), subject.at(job=part, tenant="*"))
         await admission_of(self.store.redis, job).clear()
+        if job.kind == TINKER:
+            await TinkerStore(self.store.redis).end_server(job.id)
         await asyncio.to_thread(kept_checkpoints.drop, self.ctx.settings.data_dir, job.id)
         await asyncio.to_thread(_drop_members, self.ctx.settings.data_dir, job)
         log.info("job_cleared", job=job.id)

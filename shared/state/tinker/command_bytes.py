@@ -16,10 +16,11 @@ MAX_OPEN_BYTES = 1 << 30
 """Of a tenant. The command that others of its model wait for is admitted even so."""
 
 # KEYS sizes, held, asked, model, open. ARGV: number, bytes, tenant, MAX_OPEN_BYTES. Returns 2: they count now; 1: they
-# did before, or the command is known; 0: there is no room
+# did before, the command is known, or its server has ended; 0: there is no room
 _HOLD = """
 local number, bytes = ARGV[1], tonumber(ARGV[2])
 if redis.call('HEXISTS', KEYS[1], number) == 1 or redis.call('HEXISTS', KEYS[3], number) == 1 then return 1 end
+if redis.call('HEXISTS', KEYS[4], 'over') == 1 then return 1 end
 if tonumber(redis.call('HGET', KEYS[2], ARGV[3]) or 0) + bytes > tonumber(ARGV[4]) then
   local missing = tonumber(redis.call('HGET', KEYS[4], 'next') or 0)
   local lowest = redis.call('ZRANGE', KEYS[5], 0, 0)[1]
@@ -30,8 +31,9 @@ redis.call('HINCRBY', KEYS[2], ARGV[3], ARGV[2])
 return 2
 """
 
-# KEYS sizes, held. ARGV: number; empty: all of the model
+# KEYS sizes, held, model. ARGV: number; empty: all of the model, 1 if its server has ended: no more are counted
 _RELEASE = """
+if ARGV[2] == '1' and redis.call('EXISTS', KEYS[3]) == 1 then redis.call('HSET', KEYS[3], 'over', '1') end
 local numbers, tenant = {ARGV[1]}, redis.call('HGET', KEYS[1], 'tenant')
 if ARGV[1] == '' then numbers = redis.call('HKEYS', KEYS[1]) end
 for _, number in ipairs(numbers) do
@@ -67,8 +69,10 @@ class CommandBytes:
             )
         return bool(held == 2)
 
-    async def release_bytes(self, model: str, seq: int | None = None) -> None:
-        """Count the bytes of a command, or of all of a model, no longer."""
+    async def release_bytes(self, model: str, seq: int | None = None, *, over: bool = False) -> None:
+        """Count the bytes of a command, or of all of a model, no longer; if its server is `over`, not those of later
+        ones either."""
         await self._release(
-            keys=[f"tinker:sizes:{model}", "tinker:held"], args=["" if seq is None else str(seq)]
-        )  # fmt: skip
+            keys=[f"tinker:sizes:{model}", "tinker:held", f"tinker:model:{model}"],
+            args=["" if seq is None else str(seq), "1" if over else ""],
+        )

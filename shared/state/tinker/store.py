@@ -5,7 +5,7 @@ Redis keys:
     tinker:model:{id}           hash: record (the TinkerModel as JSON), used (Unix seconds of its last command),
                                 next (lowest number that no command has had), sampler (id of the newest without a name),
                                 sampler_seq (number of the command that saved it), unload (number of the command that
-                                unloads it)
+                                unloads it), over (exists once its server has ended)
     tinker:live:{tenant}        set of ids of the tenant's models that were not unloaded
     tinker:models:{tenant}      sorted set of model ids by creation time
     tinker:models:of:{job}      set of ids of the models that the job trains
@@ -202,6 +202,11 @@ class TinkerStore(TinkerSessions):
 
     async def models_of(self, job: str) -> list[str]:
         return sorted(await self._redis.smembers(f"tinker:models:of:{job}"))
+
+    async def end_server(self, job: str) -> None:
+        """Count no bytes of its models' commands any longer: nothing answers those that have no answer."""
+        for model in await self.models_of(job):
+            await self.release_bytes(model, over=True)
 
     async def used_model(self, id: str) -> None:
         await self._redis.hset(f"tinker:model:{id}", "used", str(time.time()))

@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 
+from opentinker.services.scheduler.jobs.cleanup import JobCleaner
 from opentinker.services.scheduler.tinker.sampling_api import ASSUMED_TOKENS
 from opentinker.shared.messaging.bus import Bus, StreamFull
 from opentinker.shared.messaging.subjects import SAMPLE
 from opentinker.shared.runtime.service import Context
+from opentinker.shared.state.redis_script import UNFENCED
 from opentinker.shared.state.tinker.requests import UNSENT_S, Quota, TokensSpent
+from opentinker.shared.types.core import JobState
 from opentinker.shared.types.tinker import Answer, Failed
 from tests.integration.tinker.site import Client, FakeWorkers, passes, start_server
 from tests.integration.tinker.test_sampling import asked, sampler_of
@@ -188,6 +191,20 @@ async def test_the_bytes_of_a_tenants_requests_without_an_answer_are_bounded(
     assert (await user.raw("forward_backward", passes(models[1], 1)))[0] == 200
     await workers.store.remove_model(await workers.store.model("default", models[0]))
     assert await held() == sizes[0]
+
+
+async def test_the_bytes_of_a_server_that_ends_without_a_trainer_count_no_longer(
+    user: Client, workers: FakeWorkers, ctx: Context
+) -> None:
+    model, redis = await user.model(), ctx.store.redis
+    workers.answers = False
+    assert (await user.raw("forward_backward", passes(model, 1)))[0] == 200
+    assert int(await redis.hget("tinker:held", "default")) > 0
+    await ctx.store.transition(workers.job, JobState.CANCELLED, reason="over")
+    await JobCleaner(ctx, UNFENCED).clean()
+    assert int(await redis.hget("tinker:held", "default")) == 0
+    counts = await workers.store.hold_bytes(model, 2, "default", 100)  # of a scheduler that has not heard of the end
+    assert not counts and int(await redis.hget("tinker:held", "default")) == 0
 
 
 class Publishing:
