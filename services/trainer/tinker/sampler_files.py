@@ -1,8 +1,10 @@
-"""Files of weights of a model that newer ones have replaced: which are kept, and the removal of the others.
+"""Files of weights of a model that newer ones have replaced: which are kept, and the removal of the others, also of
+what a trainer that was killed has left unfinished.
 
 samplers/SAMPLER@SEQ/        weights without a name
 sampler_weights/NAME@SEQ/    with a name, which may be saved again; external_weights likewise
 weights/NAME@SEQ/            checkpoints, which may be saved again with `overwrite`
+KIND/.NAME@SEQ-...           being written, or being removed
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ KEPT_S = 3600.0
 """Files stay for this time after they were last the newest, or last belonged to a client that sends heartbeats."""
 WEIGHTS_KEPT_S = 600.0
 """Likewise of checkpoints: commands that load them may be under way."""
+UNFINISHED_S = 600.0
+"""What nothing was written to for this time, its trainer has left."""
 KEPT_OF = {"weights": WEIGHTS_KEPT_S, "sampler_weights": KEPT_S, "external_weights": KEPT_S}
 MOST_KEPT = 64
 """Samplers of a model that keep replaced files, the most recently used ones: a loop may make one in each step. As many
@@ -44,13 +48,16 @@ async def kept_for_clients(records: TinkerStore, model: str, *, most: int) -> se
 
 def remove_replaced(root: Path, *, newest: Set[str], kept: Set[str], now: float, kept_s: float, most: int) -> list[str]:
     """Remove directories in `root` that for `kept_s` were neither among `newest`, by name, nor among `kept`, by path;
-    sooner where more than `most` are neither, the oldest first. Returns their names. Raises OSError."""
+    sooner where more than `most` are neither, the oldest first; and unfinished ones that were left. Returns their
+    names. Raises OSError."""
     replaced, gone = [], []
     for path in root.iterdir() if root.exists() else []:
-        if path.name.startswith("."):
-            continue
-        with suppress(FileNotFoundError):  # the checkpoint was just deleted
-            if path.name in newest or str(path) in kept:
+        with suppress(FileNotFoundError):  # it was just removed, or finished
+            if path.name.startswith("."):
+                if now - _last_written(path) >= UNFINISHED_S:
+                    gone.append(path.name)
+                    shutil.rmtree(path, ignore_errors=True)
+            elif path.name in newest or str(path) in kept:
                 os.utime(path, (now, now))
             else:
                 replaced.append((path.stat().st_mtime, path))
@@ -59,6 +66,10 @@ def remove_replaced(root: Path, *, newest: Set[str], kept: Set[str], now: float,
             gone.append(path.name)
             shutil.rmtree(path, ignore_errors=True)
     return sorted(gone)
+
+
+def _last_written(directory: Path) -> float:
+    return max(path.stat().st_mtime for path in (directory, *directory.rglob("*")))
 
 
 def bytes_beside(root: Path, listed: Set[str]) -> int:

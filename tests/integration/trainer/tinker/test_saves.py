@@ -130,6 +130,29 @@ async def test_replaced_and_unnamed_weights_are_bounded_in_number_and_count(
         assert isinstance(refused, Failed) and f"{unlisted} bytes of weights on {JOB}" in refused.error
 
 
+async def test_what_a_killed_trainer_has_not_finished_is_removed(server: Server) -> None:
+    client = Client(server, "s:train:0")
+    await client.create()
+    place, long_ago = tinker_place(server.data_dir, client.model), time.time() - sampler_files.UNFINISHED_S - 1
+    under_way = place / "weights" / ".b@5-1-1-new"
+    left = [place / "weights" / ".a@3-1-1-new", place / "weights" / ".a@3-1-1-old", place / "samplers" / ".c@4-1-1-new"]
+    for path in (*left, under_way):
+        (path / "trainer").mkdir(parents=True)
+        (file := path / "trainer" / "state.safetensors").write_bytes(bytes(8))
+        for one in (path / "trainer", path) if path == under_way else (file, path / "trainer", path):
+            os.utime(one, (long_ago, long_ago))
+
+    async def unlisted() -> dict[str, str]:
+        await server.job._tidy()
+        found: dict[str, str] = await server.ctx.store.redis.hgetall(f"tinker:unlisted:{JOB}")
+        return found
+
+    assert await unlisted() == {"acme": "8"}
+    assert under_way.exists() and not any(path.exists() for path in left)
+    os.utime(under_way / "trainer" / "state.safetensors", (long_ago, long_ago))
+    assert await unlisted() == {"acme": "0"} and not under_way.exists()
+
+
 async def test_weights_for_a_sampler_have_a_directory_and_a_record(server: Server) -> None:
     client = Client(server, "s:train:0")
     await client.create()
