@@ -1,5 +1,5 @@
 """After a job: its messages and consumers, the checkpoint of another job that it started from, and the members of its
-opponent pools are removed once its workers have let go; commands to a Tinker server count no longer. Counts of the
+opponent pools are removed once its workers have let go, and of a Tinker server all but checkpoints. Counts of the
 ledger stay.
 
 clean loop   consumes the set of jobs that are ending; removes their messages; polls once a second
@@ -17,6 +17,7 @@ import structlog
 
 from opentinker.services.scheduler.artifacts.catalog import drop_fetched
 from opentinker.services.scheduler.jobs import kept_checkpoints
+from opentinker.services.scheduler.tinker.ended_servers import end_server
 from opentinker.shared.asyncio_tools import sleep
 from opentinker.shared.messaging.stored_messages import required_stream
 from opentinker.shared.messaging.subjects import COMMAND, EXAM, GROUP, SAMPLE, SCORE, TICKET, token
@@ -24,7 +25,6 @@ from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec.tinker import KIND as TINKER
 from opentinker.shared.state.admission import admission_of
 from opentinker.shared.state.artifacts import ArtifactIndex
-from opentinker.shared.state.tinker.store import TinkerStore
 from opentinker.shared.types.core import JobRecord
 from opentinker.shared.types.pools import members_of
 
@@ -75,7 +75,7 @@ class JobCleaner:
                 await self.bus.purge(required_stream(subject), subject.at(job=part, tenant="*"))
         await admission_of(self.store.redis, job).clear()
         if job.kind == TINKER:
-            await TinkerStore(self.store.redis).end_server(job.id)
+            await end_server(self.ctx, job.id)
         await asyncio.to_thread(kept_checkpoints.drop, self.ctx.settings.data_dir, job.id)
         await asyncio.to_thread(_drop_members, self.ctx.settings.data_dir, job)
         log.info("job_cleared", job=job.id)

@@ -19,6 +19,7 @@ from opentinker.services.scheduler.http.auth import tenant_of
 from opentinker.services.scheduler.http.errors import TooMany
 from opentinker.services.scheduler.jobs.check_model import resolved_base
 from opentinker.services.scheduler.jobs.disk_threads import on_disk
+from opentinker.services.scheduler.tinker.ended_servers import remove_files, remove_unlisted
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.single_flight import SingleFlight
 from opentinker.shared.spec.tinker import KIND, TinkerSpec
@@ -186,17 +187,15 @@ class Access:
         return True
 
     async def forget_model(self, model: TinkerModel) -> None:
-        """Remove the files of a model that has ended, except its checkpoints, and its record if it has none."""
+        """Remove the files of a model that has ended, except its checkpoints, and its record if it has none. While its
+        server runs, that one removes the weights that were replaced: samplers may use them."""
         if not model.ended:
             await self.store.end_model(model)
         place = tinker_place(self.ctx.settings.data_dir, model.id)
         nothing_left = await self.store.remove_model(model)
-        await asyncio.to_thread(_remove_files, place, everything=nothing_left)
-
-
-def _remove_files(place: Path, *, everything: bool) -> None:
-    for doomed in [place] if everything else [place / "state", place / "samplers"]:
-        shutil.rmtree(doomed, ignore_errors=True)
+        await asyncio.to_thread(remove_files, [place] if nothing_left else [place / "state", place / "samplers"])
+        if not nothing_left and (await self.server_or_ended(model.job)).state.final:
+            await remove_unlisted(self.store, place, model.id)
 
 
 def _known(kind: str, id: str) -> str:

@@ -203,11 +203,6 @@ class TinkerStore(TinkerSessions):
     async def models_of(self, job: str) -> list[str]:
         return sorted(await self._redis.smembers(f"tinker:models:of:{job}"))
 
-    async def end_server(self, job: str) -> None:
-        """Count no bytes of its models' commands any longer: nothing answers those that have no answer."""
-        for model in await self.models_of(job):
-            await self.release_bytes(model, over=True)
-
     async def used_model(self, id: str) -> None:
         await self._redis.hset(f"tinker:model:{id}", "used", str(time.time()))
 

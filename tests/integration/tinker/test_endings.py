@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from opentinker.services.scheduler.http.errors import TooMany
+from opentinker.services.scheduler.jobs.cleanup import JobCleaner
 from opentinker.services.scheduler.tinker import endings
 from opentinker.services.scheduler.tinker.access import Access
 from opentinker.services.scheduler.tinker.commands import Commands
@@ -17,6 +20,7 @@ from opentinker.services.scheduler.tinker.endings import Endings
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.security.key_text import parse
 from opentinker.shared.state.keys import KeyStore
+from opentinker.shared.state.redis_script import UNFENCED
 from opentinker.shared.types.core import JobState
 from opentinker.shared.types.errors import NotFound
 from opentinker.shared.types.tinker import OptimStep, Sampler, TinkerModel, Unload, tinker_place
@@ -297,6 +301,39 @@ async def test_models_of_a_server_that_has_ended_are_removed_with_their_session(
         return False
 
     await until(gone)
+
+
+async def test_a_server_that_has_ended_leaves_nothing_but_checkpoints(
+    user: Client, workers: FakeWorkers, ctx: Context, closing: Access
+) -> None:
+    models = [await user.model() for _ in range(2)]
+    places = [tinker_place(ctx.settings.data_dir, model) for model in models]
+    await workers.store.add_checkpoint(msgspec.structs.replace(
+        checkpoint_of(ctx, models[0], name="last@4"), name="last", place_name="last@4", seq=4
+    ))  # fmt: skip
+
+    def write(place: Path) -> None:
+        for name in ("weights/last@3", "weights/.last@5-1-1-new", "sampler_weights/last@2", "external_weights/a@1"):
+            (place / name).mkdir(parents=True, exist_ok=True)
+
+    def left() -> list[str]:
+        return [str(path.relative_to(place)) for place in places for path in place.glob("*/*")]
+
+    for place in places:
+        write(place)
+        for name in ("state/model.safetensors", "samplers/s:sampler:0@3/adapter_model.safetensors"):
+            (place / name).parent.mkdir(parents=True)
+            (place / name).write_bytes(b"weights")
+    await leave(ctx, models[0].partition(":")[0])
+    await until(lambda: workers.store.has_session(models[0].partition(":")[0]), lambda found: not found)
+    assert (places[0] / "weights/last@3").is_dir(), "samplers may use it while the server runs"
+    await ctx.store.transition(workers.job, JobState.CANCELLED, reason="over")
+    await JobCleaner(ctx, UNFENCED).clean()
+    assert left() == ["weights/last@4"]
+    write(places[0])  # the end of a save that was under way
+    await until(lambda: closing.server_or_ended(workers.job), lambda job: job.state.final)
+    await closing.forget_model(await workers.store.model("default", models[0]))
+    assert left() == ["weights/last@4"]
 
 
 async def test_models_sessions_samplers_and_bytes_of_a_tenant_are_bounded(
