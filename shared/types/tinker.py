@@ -231,6 +231,13 @@ def too_many_cells(request: SampleRequest, max_tokens: int) -> str:
     )
 
 
+def prompt_too_long(tokens: int, context: int) -> str:
+    return (
+        f"has {tokens} tokens, and the context of {context} must hold it and at least one more: shorten it, or start "
+        "the server's job with a larger rollout.context_length"
+    )
+
+
 class Likely(msgspec.Struct, frozen=True, kw_only=True):
     """The `k` likeliest tokens at each of `length` places, likeliest first; cells without one have token 0 and logprob
     -99999."""

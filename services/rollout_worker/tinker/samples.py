@@ -11,7 +11,14 @@ from opentinker.services.rollout_worker.engines.base import MAX_LIKELY, Completi
 from opentinker.services.rollout_worker.engines.base import Likely as LikelyHere
 from opentinker.shared.openai.sampling import MAX_TEMPERATURE
 from opentinker.shared.types.core import StopReason
-from opentinker.shared.types.tinker import Likely, Sampled, SampleRequest, SampleSequence, too_many_cells
+from opentinker.shared.types.tinker import (
+    Likely,
+    Sampled,
+    SampleRequest,
+    SampleSequence,
+    prompt_too_long,
+    too_many_cells,
+)
 
 MAX_COUNT = 1024
 SEEDS = 2**63
@@ -31,11 +38,7 @@ def problem_of(
     odd = [id for id in (*prompt, *(params.stop_ids or ())) if not 0 <= id < vocab_size]
     checks = [
         (not prompt, "the prompt has no tokens: send at least one"),
-        (
-            len(prompt) >= context_length,
-            f"the prompt has {len(prompt)} tokens, and the context of {context_length} must hold it and at least one "
-            "more: shorten it, or start the server's job with a larger rollout.context_length",
-        ),
+        (len(prompt) >= context_length, f"the prompt {prompt_too_long(len(prompt), context_length)}"),
         (
             bool(odd),
             f"the model has token ids from 0 to {vocab_size - 1}, not {(odd or [0])[0]}: use the tokenizer of this "

@@ -35,7 +35,15 @@ from opentinker.shared.openai.sampling import MAX_TEMPERATURE
 from opentinker.shared.security.authorization import Action
 from opentinker.shared.types import codec
 from opentinker.shared.types.errors import Conflict, NotFound, SpecError
-from opentinker.shared.types.tinker import Answer, Failed, SampleParams, Sampler, SampleRequest, too_many_cells
+from opentinker.shared.types.tinker import (
+    Answer,
+    Failed,
+    SampleParams,
+    Sampler,
+    SampleRequest,
+    prompt_too_long,
+    too_many_cells,
+)
 
 JSON = "application/json"
 MAX_SAMPLES, MAX_LIKELY, MAX_STOPS = 256, 20, 64
@@ -181,7 +189,10 @@ def _prompt(body: SampleBody) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
 
 
 def _refuse_large(asked: SampleRequest, context: int | None) -> None:
-    """Raise SpecError for an answer that may be too large, as far as it is known without the base's own context."""
+    """Raise SpecError for a prompt or an answer that is too large, as far as it is known without the base's own
+    context."""
+    if context is not None and (tokens := len(asked.prompt) // 4) >= context:
+        raise SpecError.of("prompt", None, prompt_too_long(tokens, context))
     if problem := too_many_cells(asked, _most_tokens(asked, context) or 1):
         raise SpecError.of("num_samples", asked.count, problem)
 

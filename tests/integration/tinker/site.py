@@ -184,10 +184,15 @@ def fill(tensor: Any, array: Any, dtype: int) -> None:
     tensor.shape.extend(array.shape)
 
 
-async def start_server(ctx: Context, tenant: str = "default", base: str = BASE, **tinker: Any) -> str:
+async def start_server(
+    ctx: Context, tenant: str = "default", base: str = BASE, context: int | None = None, **tinker: Any
+) -> str:
     """An active job of kind `tinker`; nothing places it."""
     id = f"j-{uuid.uuid4().hex[:10]}"
-    spec = parse_spec({"name": "tinker", "kind": "tinker", "model": {"base": base}, "tinker": tinker})
+    rollout = {} if context is None else {"context_length": context}
+    spec = parse_spec(
+        {"name": "tinker", "kind": "tinker", "model": {"base": base}, "tinker": tinker, "rollout": rollout}
+    )
     await ctx.store.create_job(id=id, spec=spec.model_dump(mode="json"), tenant=tenant)
     return id
 

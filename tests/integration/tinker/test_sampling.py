@@ -16,6 +16,7 @@ import pytest
 
 from opentinker.services.scheduler.tinker import answers
 from opentinker.services.scheduler.tinker.schema import SampleResponse
+from opentinker.shared.messaging.subjects import SAMPLE
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.tinker.requests import LARGE_ANSWER, READ_KEPT_S
 from opentinker.shared.types import codec
@@ -111,6 +112,17 @@ async def test_what_ends_a_sample(
 async def test_a_request_that_cannot_be_served_is_refused(user: Client, change: dict[str, Any], said: str) -> None:
     status, answer = await user.post("asample", **asked(await sampler_of(user), **change))
     assert status == 422 and said in answer["detail"], answer
+
+
+async def test_a_prompt_beyond_the_known_context_is_refused_at_once(user: Client, ctx: Context) -> None:
+    job = await start_server(ctx, base="other/model", context=8)
+    sampler = await sampler_of(user, base_model=job)
+    body = asked(sampler, prompt={"chunks": [{"tokens": [1] * 8}]})
+    status, answer = await user.post("asample", **body)
+    assert status == 422 and "has 8 tokens, and the context of 8" in answer["detail"]
+    assert await ctx.bus.count("SAMPLES", SAMPLE.at(job=job, tenant="*")) == 0
+    await user.ok("asample", **asked(sampler, prompt={"chunks": [{"tokens": [1] * 7}]}))
+    assert await ctx.bus.count("SAMPLES", SAMPLE.at(job=job, tenant="*")) == 1
 
 
 async def test_a_repeated_request_is_sampled_once_and_a_lost_one_again(user: Client, workers: FakeWorkers) -> None:
