@@ -102,10 +102,12 @@ class Commands:
 
 
 def _digest(body: Body) -> str:
-    """A repeated save for a sampler may come with another id for it, and a checkpoint to load may have been saved again
-    meanwhile. The first one stands, and is in the answer."""
+    """A repeated save for a sampler may come with another id for it, and a checkpoint to load or to begin with may have
+    been saved again or removed meanwhile. The first one stands, and is in the answer."""
     if isinstance(body, Save) and not body.name:
         body = msgspec.structs.replace(body, sampler="")
     if isinstance(body, Load):
         body = msgspec.structs.replace(body, directory="")
+    if isinstance(body, Create):
+        body = msgspec.structs.replace(body, start="")
     return hashlib.sha256(codec.encode(body)).hexdigest()[:24]

@@ -121,16 +121,29 @@ class TrainingApi:
 
     async def _create_from(self, request: web.Request, body: LoadBody) -> dict[str, Any]:
         session = await self._access.session(request, body.session_id or "")
-        checkpoint = await self._loadable(request, body)
+        id = f"{session.id}:train:{seq_of('model_seq_id', body.model_seq_id)}"
+        try:
+            checkpoint = await self._loadable(request, body)
+        except NotFound as error:
+            return await self._create_again(request, id, body, error)
         base = body.base_model or checkpoint.base
         job = await self._access.server_for(request, base, full=checkpoint.lora.is_full)
         if base_of(job) != checkpoint.base:
             raise SpecError.of("base_model", base[:200], f"is not the checkpoint's base, {checkpoint.base}")
-        id = f"{session.id}:train:{seq_of('model_seq_id', body.model_seq_id)}"
         metadata = body.user_metadata if body.user_metadata is not None else dict(checkpoint.metadata)
         model = self._model(request, id, job, checkpoint.lora, metadata, start=body.path)
         create = Create(lora=checkpoint.lora, start=self._place(checkpoint), optimizer=body.optimizer)
         return await self._create(request, model, create)
+
+    async def _create_again(self, request: web.Request, id: str, body: LoadBody, gone: NotFound) -> dict[str, Any]:
+        """Return the promise of a model that was asked for before its checkpoint was removed. Raises `gone` if it was
+        not."""
+        with contextlib.suppress(NotFound):
+            known = await self._access.model(request, id)
+            if known.start == body.path:  # if the first request was not sent, the model cannot be created any more
+                create = Create(lora=known.lora, optimizer=body.optimizer)
+                return await self._commands.send(known, 0, create, Skip(error=str(gone)))
+        raise gone
 
     async def _loadable(self, request: web.Request, body: LoadBody) -> TinkerCheckpoint:
         refuse_optimizer(body.optimizer_config)

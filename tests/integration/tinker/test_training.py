@@ -7,7 +7,9 @@ import math
 import threading
 from collections.abc import AsyncIterator
 from typing import Any
+from unittest.mock import AsyncMock
 
+import msgspec
 import numpy as np
 import pytest
 import zstandard
@@ -15,6 +17,7 @@ import zstandard
 from opentinker.services.scheduler.tinker import bodies
 from opentinker.services.scheduler.tinker.schema import ForwardBackwardOutput
 from opentinker.services.scheduler.tinker.training_api import LARGE_OF_TENANT
+from opentinker.shared.messaging.bus import Bus, StreamFull
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.types.tinker import (
     Create,
@@ -321,6 +324,41 @@ async def test_a_model_is_created_from_a_checkpoint_and_loads_one(
     assert (await user.post("load_weights", **(body | {"path": saved.path + "x"})))[0] == 404
     status, info = await user.post("get_info", model_id=made["model_id"])
     assert status == 200 and info["model_data"]["model_name"] == BASE and info["lora_rank"] == 8
+
+
+async def test_a_repeated_creation_is_the_same_request_whatever_became_of_its_checkpoint(
+    user: Client, workers: FakeWorkers, ctx: Context
+) -> None:
+    saved = checkpoint_of(ctx, await user.model())
+    await workers.store.add_checkpoint(saved)
+    body = {"session_id": await user.session(), "model_seq_id": 2, "path": saved.path, "optimizer": True}
+    promise = await user.ok("load_weights", **body)
+    again = msgspec.structs.replace(saved, seq=4, place_name="first@4")
+    await workers.store.add_checkpoint(again)
+    assert await user.ok("load_weights", **body) == promise
+    await workers.store.remove_checkpoint(again)
+    assert await user.ok("load_weights", **body) == promise
+    assert "model_id" in await user.result(promise)
+    (create,) = [one.body for one in workers.commands if one.request == promise["request_id"]]
+    assert isinstance(create, Create) and create.start.endswith("/weights/first")
+    assert (await user.post("load_weights", **(body | {"optimizer": False})))[0] == 409
+    for changed in ({"model_seq_id": 3}, {"path": f"{saved.path}x"}):
+        status, answer = await user.post("load_weights", **(body | changed))
+        assert status == 404 and "does not exist" in answer["detail"]
+
+
+async def test_a_creation_that_was_never_sent_fails_once_its_checkpoint_has_gone(
+    user: Client, workers: FakeWorkers, ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = checkpoint_of(ctx, await user.model())
+    await workers.store.add_checkpoint(saved)
+    body = {"session_id": await user.session(), "model_seq_id": 2, "path": saved.path, "optimizer": True}
+    with monkeypatch.context() as full:
+        full.setattr(Bus, "publish", AsyncMock(side_effect=StreamFull("the stream has no room")))
+        assert (await user.post("load_weights", **body))[0] == 503
+    await workers.store.remove_checkpoint(saved)
+    failed = await user.result(await user.ok("load_weights", **body))
+    assert failed["category"] == "user" and f"{saved.path} does not exist" in failed["error"]
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", "../x", "a" * 129, "-a", "a\n"])
