@@ -173,7 +173,10 @@ class _Stars(dict[str, str]):
 
 _JOBS = ("job:*", "jobs:active", "jobs:ending")
 _BEATS = ("worker:*", "workers")
-_SAMPLES = ("tinker:answer:*", "tinker:draw:*", "tinker:waiting:*", "tinker:tokens:*", "tinker:reserved:*")
+_SAMPLES = (
+    "tinker:answer:*", "tinker:draw:*", "tinker:waiting:*", "tinker:tokens:*", "tinker:reserved:*", "tinker:sizes",
+    "tinker:bytes", "tinker:kept",
+)  # fmt: skip
 REDIS_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     SCHEDULER: (("*",), ()),
     TRAINER: ((*_JOBS, *_BEATS, "adm:*", "spent:*", "tinker:*"), ("leases",)),

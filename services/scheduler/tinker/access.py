@@ -23,7 +23,7 @@ from opentinker.services.scheduler.tinker.ended_servers import remove_files, rem
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.single_flight import SingleFlight
 from opentinker.shared.spec.tinker import KIND, TinkerSpec
-from opentinker.shared.state.tinker.command_bytes import TooManyWaiting
+from opentinker.shared.state.tinker.held_bytes import TooManyWaiting
 from opentinker.shared.state.tinker.requests import Quota, TokensSpent
 from opentinker.shared.state.tinker.store import TinkerStore
 from opentinker.shared.types.core import JobRecord

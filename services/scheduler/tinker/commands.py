@@ -19,7 +19,7 @@ from opentinker.shared.messaging.subjects import COMMAND
 from opentinker.shared.state.tinker.sessions import TooManyRecords
 from opentinker.shared.types import codec
 from opentinker.shared.types.core import JobRecord
-from opentinker.shared.types.errors import Conflict, NotFound, OpenTinkerError, SpecError
+from opentinker.shared.types.errors import Conflict, NotFound, SpecError
 from opentinker.shared.types.tinker import (
     Command,
     Create,
@@ -89,13 +89,9 @@ class Commands:
         tokens = tokens_in(body) if isinstance(body, ForwardBackward) else 0
         quota, is_bounded = self._access.quota(command.tenant, job), not isinstance(body, Unload)
         with too_many("commands"):
-            is_new = is_bounded and await store.hold_bytes(command.model, command.seq, command.tenant, size)
-            try:
-                await store.ask(command.model, command.seq, digest, tokens=tokens, quota=quota, bounded=is_bounded)
-            except OpenTinkerError:
-                if is_new:
-                    await store.release_bytes(command.model, command.seq)
-                raise
+            await store.ask(
+                command.model, command.seq, digest, tokens=tokens, quota=quota, size=size, bounded=is_bounded
+            )
         async with asyncio.timeout(PUBLISH_S):
             await self._bus.publish(COMMAND, command, msg_id=command.request, job=job.id)
         await store.used_model(command.model)

@@ -16,8 +16,9 @@ from opentinker.shared.types.tinker import CheckpointKind, tinker_place
 async def end_server(ctx: Context, job: str) -> None:
     """Release what the models of a server hold that has ended, and that nothing answers or cleans any longer."""
     store = TinkerStore(ctx.store.redis)
+    await store.release_samples(job)
     for model in await store.models_of(job):
-        await store.release_bytes(model, over=True)
+        await store.release_commands(model, over=True)
         place = tinker_place(ctx.settings.data_dir, model)
         await asyncio.to_thread(remove_files, [place / "state", place / "samplers"])
         await remove_unlisted(store, place, model)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from opentinker.shared.state.tinker.held_bytes import HELD
+
 # Tokens of later minutes that commands have had already.
 _OWED = """
 local function owed(key, limit, minute)
@@ -11,21 +13,23 @@ local function owed(key, limit, minute)
 end
 """
 
-# KEYS asked, model, open, tokens, reserved, owed. ARGV: number, digest, MAX_WAITING, tokens, limit (empty: they are not
-# counted), minute, MINUTES_CHARGED. The number that all waiting commands wait for is always admitted, as far as the
-# tokens allow. Tokens that samples may need do not delay commands.
+# KEYS asked, model, open, tokens, reserved, owed, HELD_KEYS. ARGV: number, digest, MAX_WAITING, tokens, limit (empty:
+# they are not counted), minute, MINUTES_CHARGED, request, bytes, tenant, MAX_HELD_BYTES, now. The number that all
+# waiting commands wait for is always admitted, as far as the tokens allow. Tokens that samples may need do not delay
+# commands.
 ASK = (
-    _OWED
+    HELD
+    + _OWED
     + """
 local known = redis.call('HGET', KEYS[1], ARGV[1])
 if known == ARGV[2] then return 1 end
 if known then return 0 end
 local number, missing = tonumber(ARGV[1]), tonumber(redis.call('HGET', KEYS[2], 'next') or 0)
-local waiting = redis.call('ZCARD', KEYS[3])
-if waiting >= tonumber(ARGV[3]) then
-  local lowest = tonumber(redis.call('ZRANGE', KEYS[3], 0, 0)[1])
-  if number ~= missing or lowest < missing then return -1 end
-end
+local lowest, size = redis.call('ZRANGE', KEYS[3], 0, 0)[1], ARGV[9]
+local is_awaited = lowest and number == missing and tonumber(lowest) >= missing
+if redis.call('ZCARD', KEYS[3]) >= tonumber(ARGV[3]) and not is_awaited then return -1 end
+if redis.call('HEXISTS', KEYS[2], 'over') == 1 then size = '0' end
+if is_full(size, ARGV[10], ARGV[11], ARGV[12]) and not is_awaited then return -3 end
 if ARGV[5] ~= '' then
   local limit = tonumber(ARGV[5])
   local used = tonumber(redis.call('GET', KEYS[4]) or 0) - tonumber(redis.call('GET', KEYS[5]) or 0)
@@ -39,6 +43,7 @@ if ARGV[5] ~= '' then
     redis.call('EXPIRE', KEYS[6], 60 * (tonumber(ARGV[7]) + 2))
   end
 end
+hold(ARGV[8], size, ARGV[10])
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
 redis.call('ZADD', KEYS[3], ARGV[1], ARGV[1])
 if number == missing then
@@ -59,23 +64,26 @@ redis.call('HSET', KEYS[2], 'next', string.format('%.0f', missing))
 return 1
 """
 
-# KEYS answer, open, sizes, held. ARGV: answer, seconds, number
-ANSWER = """
+# KEYS answer, open, HELD_KEYS. ARGV: answer, seconds, number, request, bytes that count until it is read, when it
+# expires
+ANSWER = (
+    HELD
+    + """
 local kept = redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[2], 'NX')
 redis.call('ZREM', KEYS[2], ARGV[3])
-local bytes = redis.call('HGET', KEYS[3], ARGV[3])
-if bytes then
-  redis.call('HDEL', KEYS[3], ARGV[3])
-  redis.call('HINCRBY', KEYS[4], redis.call('HGET', KEYS[3], 'tenant'), -tonumber(bytes))
-end
+local tenant = release(ARGV[4])
+if kept and tenant then hold(KEYS[1], ARGV[5], tenant, ARGV[6]) end
 return kept and 1 or 0
 """
+)
 
-# KEYS draw, answer, waiting, tokens, reserved, owed. ARGV: request, digest, now, seconds, MAX_WAITING_SAMPLES, tenant,
-# job, minute, tokens of the prompt, tokens in all, limit (empty: they are not counted), 1 for one whose answer is
-# forgotten, UNSENT_S. Returns a code, and how often the request was lost.
+# KEYS draw, answer, waiting, tokens, reserved, owed, HELD_KEYS. ARGV: request, digest, now, seconds,
+# MAX_WAITING_SAMPLES, tenant, job, minute, tokens of the prompt, tokens in all, limit (empty: they are not counted), 1
+# for one whose answer is forgotten, UNSENT_S, bytes, MAX_HELD_BYTES. Returns a code, and how often the request was
+# lost.
 ASK_SAMPLE = (
-    _OWED
+    HELD
+    + _OWED
     + """
 local known, again = redis.call('HGET', KEYS[1], 'digest'), ARGV[12] == '1'
 local lost = tonumber(redis.call('HGET', KEYS[1], 'lost') or 0)
@@ -85,6 +93,7 @@ if known and not again then
   if redis.call('EXISTS', KEYS[2]) == 1 or redis.call('ZSCORE', KEYS[3], ARGV[1]) then return {1, lost} end
 end
 if redis.call('ZCARD', KEYS[3]) >= tonumber(ARGV[5]) then return {-1, lost} end
+if is_full(ARGV[14], ARGV[6], ARGV[15], ARGV[3]) then return {-3, lost} end
 if ARGV[11] ~= '' then
   local limit = tonumber(ARGV[11])
   if tonumber(redis.call('GET', KEYS[4]) or 0) + owed(KEYS[6], limit, ARGV[8]) >= limit then return {-2, lost} end
@@ -95,6 +104,7 @@ if again then
 end
 redis.call('HSET', KEYS[1], 'digest', ARGV[2], 'tenant', ARGV[6], 'job', ARGV[7])
 redis.call('ZADD', KEYS[3], tonumber(ARGV[3]) - tonumber(ARGV[4]) + tonumber(ARGV[13]), ARGV[1])
+hold(ARGV[1], ARGV[14], ARGV[6], tonumber(ARGV[3]) + tonumber(ARGV[13]))
 redis.call('EXPIRE', KEYS[1], ARGV[4])
 redis.call('EXPIRE', KEYS[3], ARGV[4])
 if ARGV[11] ~= '' then
@@ -108,12 +118,19 @@ return {2, lost}
 """
 )
 
-# KEYS answer, waiting, tokens and reserved of the minute of the request, tokens of this minute. ARGV: answer, seconds,
-# request, tokens reserved, tokens more than those (both empty: they stay), 1 if it waits no longer
-ANSWER_SAMPLE = """
+# KEYS answer, waiting, tokens and reserved of the minute of the request, tokens of this minute, HELD_KEYS. ARGV:
+# answer, seconds, request, tokens reserved, tokens more than those (both empty: they stay), 1 if it waits no longer,
+# bytes that count until it is read, tenant, when it expires
+ANSWER_SAMPLE = (
+    HELD
+    + """
 local kept = redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[2], 'NX')
-if ARGV[6] == '1' then redis.call('ZREM', KEYS[2], ARGV[3]) end
+if ARGV[6] == '1' then
+  redis.call('ZREM', KEYS[2], ARGV[3])
+  release(ARGV[3])
+end
 if not kept then return 0 end
+hold(KEYS[1], ARGV[7], ARGV[8], ARGV[9])
 if ARGV[4] == '' then return 1 end
 if redis.call('EXISTS', KEYS[4]) == 1 then redis.call('INCRBY', KEYS[4], -tonumber(ARGV[4])) end
 local more = tonumber(ARGV[5])
@@ -123,3 +140,4 @@ if more > 0 then
 elseif more < 0 and redis.call('EXISTS', KEYS[3]) == 1 then redis.call('INCRBY', KEYS[3], ARGV[5]) end
 return 1
 """
+)

@@ -24,7 +24,8 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import msgspec
 
 from opentinker.shared.state.redis_script import Script
-from opentinker.shared.state.tinker.command_bytes import CommandBytes, TooManyWaiting
+from opentinker.shared.state.tinker import held_bytes
+from opentinker.shared.state.tinker.held_bytes import HELD_KEYS, HeldBytes, TooManyWaiting, too_many_bytes
 from opentinker.shared.state.tinker.request_scripts import ANSWER, ANSWER_SAMPLE, ASK, ASK_SAMPLE, LEAVE_OUT
 from opentinker.shared.types import codec
 from opentinker.shared.types.errors import Conflict, OpenTinkerError
@@ -90,7 +91,7 @@ class Losses(NamedTuple):
     alone: int = 0
 
 
-class TinkerRequests(CommandBytes):
+class TinkerRequests(HeldBytes):
     def __init__(self, redis: Any) -> None:
         super().__init__(redis)
         self._ask, self._answer = Script(redis, ASK), Script(redis, ANSWER)
@@ -101,20 +102,23 @@ class TinkerRequests(CommandBytes):
     # --- commands -----------------------------------------------------------------------------------------------
 
     async def ask(
-        self, model: str, seq: int, digest: str, *, tokens: int = 0, quota: Quota | None = None, bounded: bool = True
-    ) -> bool:
-        """Note the body of a command and count its tokens, those beyond the limit in the next minutes; return whether
-        it is new. A repeated one counts nothing.
+        self, model: str, seq: int, digest: str, *, tokens: int = 0, quota: Quota | None = None, size: int = 0,
+        bounded: bool = True,
+    ) -> bool:  # fmt: skip
+        """Note the body of a command, count its bytes (`size`) until it has its answer, and count its tokens, those
+        beyond the limit in the next minutes; return whether it is new. A repeated one counts nothing.
 
         Raises Conflict if this number was used with another body, TooManyWaiting if MAX_WAITING commands have no answer
-        yet, unless all of them wait for this one or it is not `bounded`, TokensSpent if the limit is reached."""
+        yet or MAX_HELD_BYTES are kept for the tenant, unless all commands of the model wait for this one or it is not
+        `bounded`, TokensSpent if the limit is reached."""
         counted = quota is not None and quota.limit is not None and tokens > 0
         counts = quota or Quota(job=model, tenant="", minute=0)
         known = await self._ask(
             keys=[f"tinker:asked:{model}", f"tinker:model:{model}", f"tinker:open:{model}", counts.key, counts.reserved,
-                  counts.owed],
+                  counts.owed, *HELD_KEYS],
             args=[str(seq), digest, str(MAX_WAITING if bounded else 1 << 53), str(tokens),
-                  str(counts.limit) if counted else "", str(counts.minute), str(MINUTES_CHARGED)],
+                  str(counts.limit) if counted else "", str(counts.minute), str(MINUTES_CHARGED), f"{model}#{seq}",
+                  size if bounded else 0, counts.tenant, held_bytes.MAX_HELD_BYTES, time.time()],
         )  # fmt: skip
         if not known:
             raise Conflict(f"seq_id {seq} of model {model} was used for another request")
@@ -122,6 +126,8 @@ class TinkerRequests(CommandBytes):
             raise TooManyWaiting(f"{MAX_WAITING} commands of model {model} wait; send more when some have an answer")
         if known == -2:
             raise TokensSpent(_spent(quota))
+        if known == -3:
+            raise too_many_bytes(counts.tenant)
         return bool(known == 2)
 
     async def leave_out(self, model: str, last: int) -> None:
@@ -149,10 +155,11 @@ class TinkerRequests(CommandBytes):
         self, request: str, digest: str, quota: Quota, *, prompt: int = 0, drawn: int = 0
     ) -> AskedSample:
         """Note the body of a request for samples, and count its tokens: those of the prompt, and `drawn`, which the
-        samples may have; its answer corrects them. `sent` must follow within UNSENT_S.
+        samples may have; its answer corrects them. The prompt's bytes count while the request waits. `sent` must follow
+        within UNSENT_S.
 
         Raises Conflict if its number was used with another body, TooManyWaiting if MAX_WAITING_SAMPLES requests of the
-        tenant have no answer on this server, TokensSpent if the limit is reached."""
+        tenant have no answer on this server or MAX_HELD_BYTES are kept for it, TokensSpent if the limit is reached."""
         asked = await self._note_sample(request, digest, quota, prompt, drawn, again=False)
         if asked.state == "new":
             return asked
@@ -166,11 +173,11 @@ class TinkerRequests(CommandBytes):
         self, request: str, digest: str, quota: Quota, prompt: int, drawn: int, *, again: bool
     ) -> AskedSample:
         known, lost = await self._ask_sample(
-            keys=[f"tinker:draw:{request}", f"tinker:answer:{request}", _waiting(quota.job, quota.tenant), quota.key,
-                  quota.reserved, quota.owed],
+            keys=[f"tinker:draw:{request}", _answer_key(request), _waiting(quota.job, quota.tenant), quota.key,
+                  quota.reserved, quota.owed, *HELD_KEYS],
             args=[request, digest, time.time(), ANSWER_KEPT_S, MAX_WAITING_SAMPLES, quota.tenant, quota.job,
                   quota.minute, prompt, prompt + drawn, "" if quota.limit is None else quota.limit, int(again),
-                  UNSENT_S],
+                  UNSENT_S, 4 * prompt, held_bytes.MAX_HELD_BYTES],
         )  # fmt: skip
         if not known:
             raise Conflict(f"the number of {request} was used for another request")
@@ -181,18 +188,25 @@ class TinkerRequests(CommandBytes):
             )
         if known == -2:
             raise TokensSpent(_spent(quota))
+        if known == -3:
+            raise too_many_bytes(quota.tenant)
         return AskedSample("new" if known == 2 else "known", int(lost))
 
     async def sent(self, request: str, job: str, tenant: str) -> None:
         """Note that a request for samples is in the stream: it waits until it has an answer, and one that is given up
         until a worker has taken it."""
-        await self._redis.zadd(_waiting(job, tenant), {request: time.time()}, xx=True)
+        now = time.time()
+        async with self._redis.pipeline(transaction=False) as pipe:
+            pipe.zadd(_waiting(job, tenant), {request: now}, xx=True)
+            pipe.zadd("tinker:kept", {request: now + ANSWER_KEPT_S}, xx=True)
+            await pipe.execute()
 
     async def drop_sample(self, request: str) -> None:
         """Note that a worker has taken a request for samples that had its answer: it waits no longer."""
         tenant, job = await self._redis.hmget(f"tinker:draw:{request}", "tenant", "job")
         if tenant is not None:
             await self._redis.zrem(_waiting(job, tenant), request)
+            await self.release(request)
 
     async def losses(self, request: str) -> Losses:
         """Return how often the drawing of a request has begun, without an answer since and without being handed back:
@@ -217,15 +231,17 @@ class TinkerRequests(CommandBytes):
     # --- answers ------------------------------------------------------------------------------------------------
 
     async def answer(self, answer: Answer, *, cancelled: bool = False) -> bool:
-        """Keep an answer. Return False, and change nothing, if the request has one. The tokens of samples that were not
-        drawn are given back; of those that the client has `cancelled` they stay counted, and the request waits until
-        a worker has taken it."""
-        key, (owner, _, number) = f"tinker:answer:{answer.request}", answer.request.partition("#")
-        is_small = bytes_in(answer.result) <= SMALL_RESULT
-        text = codec.to_json(answer) if is_small else await asyncio.to_thread(codec.to_json, answer)
+        """Keep an answer; the bytes of a large one count until it is read. Return False, and change nothing, if the
+        request has one. The tokens of samples that were not drawn are given back; of those that the client has
+        `cancelled` they stay counted, and the request waits until a worker has taken it."""
+        key, (owner, _, number) = _answer_key(answer.request), answer.request.partition("#")
+        size, expires = bytes_in(answer.result), time.time() + ANSWER_KEPT_S
+        text = codec.to_json(answer) if size <= SMALL_RESULT else await asyncio.to_thread(codec.to_json, answer)
+        held = size if size > LARGE_ANSWER else 0
         if TRAINED in owner:
-            keys = [key, f"tinker:open:{owner}", f"tinker:sizes:{owner}", "tinker:held"]
-            return bool(await self._answer(keys=keys, args=[text, str(ANSWER_KEPT_S), number]))
+            keys = [key, f"tinker:open:{owner}", *HELD_KEYS]
+            args = [text, str(ANSWER_KEPT_S), number, answer.request, held, expires]
+            return bool(await self._answer(keys=keys, args=args))
         draw = f"tinker:draw:{answer.request}"
         tenant, job, minute, prompt, reserved = await self._redis.hmget(
             draw, "tenant", "job", "minute", "prompt", "reserved"
@@ -237,23 +253,25 @@ class TinkerRequests(CommandBytes):
             reserves, change = reserved, str(_tokens_of(answer, int(prompt)) - int(reserved))
         then, now = [Quota(job=job, tenant=tenant, minute=one) for one in (int(minute or 0), int(time.time() // 60))]
         return bool(await self._answer_sample(
-            keys=[key, _waiting(job, tenant), then.key, then.reserved, now.key],
-            args=[text, ANSWER_KEPT_S, answer.request, reserves, change, int(not cancelled)],
+            keys=[key, _waiting(job, tenant), then.key, then.reserved, now.key, *HELD_KEYS],
+            args=[text, ANSWER_KEPT_S, answer.request, reserves, change, int(not cancelled), held, tenant, expires],
         ))  # fmt: skip
 
     async def answered(self, request: str) -> Answer | None:
-        return await self._read(Answer, f"tinker:answer:{request}")
+        return await self._read(Answer, _answer_key(request))
 
     async def note_read(self, answer: Answer) -> None:
-        """Keep an answer that a client reads for READ_KEPT_S alone if it is large, for its retries."""
+        """Keep an answer that a client reads for READ_KEPT_S alone if it is large, for its retries, and count its bytes
+        no longer."""
         if bytes_in(answer.result) > LARGE_ANSWER:
-            await self._redis.expire(f"tinker:answer:{answer.request}", READ_KEPT_S, lt=True)
+            await self._redis.expire(key := _answer_key(answer.request), READ_KEPT_S, lt=True)
+            await self.release(key)
 
     async def which_answered(self, requests: Sequence[str]) -> set[str]:
         """Return those of these requests that have an answer."""
         async with self._redis.pipeline(transaction=False) as pipe:
             for request in requests:
-                pipe.exists(f"tinker:answer:{request}")
+                pipe.exists(_answer_key(request))
             found = await pipe.execute()
         return {request for request, there in zip(requests, found, strict=True) if there}
 
@@ -267,6 +285,10 @@ class TinkerRequests(CommandBytes):
             return None
         is_small = len(text) <= SMALL_RESULT
         return codec.from_json(kind, text) if is_small else await asyncio.to_thread(codec.from_json, kind, text)
+
+
+def _answer_key(request: str) -> str:
+    return f"tinker:answer:{request}"
 
 
 def _waiting(job: str, tenant: str) -> str:

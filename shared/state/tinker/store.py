@@ -169,7 +169,7 @@ class TinkerStore(TinkerSessions):
     async def remove_model(self, model: TinkerModel) -> bool:
         """Remove what is known of a model that has ended: while it has checkpoints its record stays, and its samplers.
         Return whether nothing is left."""
-        await self.release_bytes(model.id)
+        await self.release_commands(model.id)
         await self._redis.delete(f"tinker:asked:{model.id}", f"tinker:open:{model.id}")
         if await self._redis.exists(f"tinker:checkpoints:{model.id}"):
             return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,8 @@ from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.redis_script import UNFENCED
 from opentinker.shared.state.tinker.requests import UNSENT_S, Quota, TokensSpent
 from opentinker.shared.types.core import JobState
-from opentinker.shared.types.tinker import Answer, Failed
+from opentinker.shared.types.tinker import ANSWER_KEPT_S, Answer, Failed
+from tests.conftest import until
 from tests.integration.tinker.site import Client, FakeWorkers, passes, start_server
 from tests.integration.tinker.test_sampling import asked, sampler_of
 from tests.support.api import Http, new_key_of
@@ -170,13 +172,13 @@ async def test_the_bytes_of_a_tenants_requests_without_an_answer_are_bounded(
     redis, sizes = workers.ctx.store.redis, []
 
     async def held() -> int:
-        return int(await redis.hget("tinker:held", "default") or 0)
+        return int(await redis.hget("tinker:bytes", "default") or 0)
 
     workers.answers = False
     assert await held() == 0
     assert (await user.raw("forward_backward", passes(models[0], 2)))[0] == 200
     sizes.append(await held())
-    monkeypatch.setattr("opentinker.shared.state.tinker.command_bytes.MAX_OPEN_BYTES", 2 * sizes[0])
+    monkeypatch.setattr("opentinker.shared.state.tinker.held_bytes.MAX_HELD_BYTES", 2 * sizes[0])
     assert (await user.raw("forward_backward", passes(models[0], 3)))[0] == 200
     for model, seq in ((models[0], 4), (models[1], 1)):
         status, answer = await user.raw("forward_backward", passes(model, seq))
@@ -193,18 +195,93 @@ async def test_the_bytes_of_a_tenants_requests_without_an_answer_are_bounded(
     assert await held() == sizes[0]
 
 
-async def test_the_bytes_of_a_server_that_ends_without_a_trainer_count_no_longer(
+async def held(ctx: Context) -> int:
+    return int(await ctx.store.redis.hget("tinker:bytes", "default") or 0)
+
+
+async def test_the_bytes_of_a_server_that_ends_without_workers_count_no_longer(
     user: Client, workers: FakeWorkers, ctx: Context
 ) -> None:
-    model, redis = await user.model(), ctx.store.redis
+    model, sampler = await user.model(), await sampler_of(user)
     workers.answers = False
     assert (await user.raw("forward_backward", passes(model, 1)))[0] == 200
-    assert int(await redis.hget("tinker:held", "default")) > 0
+    assert (before := await held(ctx)) > 0
+    await user.ok("asample", **asked(sampler))
+    assert await held(ctx) == before + 3 * 4
     await ctx.store.transition(workers.job, JobState.CANCELLED, reason="over")
     await JobCleaner(ctx, UNFENCED).clean()
-    assert int(await redis.hget("tinker:held", "default")) == 0
-    counts = await workers.store.hold_bytes(model, 2, "default", 100)  # of a scheduler that has not heard of the end
-    assert not counts and int(await redis.hget("tinker:held", "default")) == 0
+    assert await held(ctx) == 0
+    quota = Quota(job=workers.job, tenant="default", minute=MINUTE)
+    assert await workers.store.ask(model, 2, "digest", quota=quota, size=100), "of a scheduler that has not heard of it"
+    assert await held(ctx) == 0
+
+
+async def test_the_bytes_of_prompts_that_wait_are_bounded(
+    site: Site, ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("opentinker.shared.state.tinker.held_bytes.MAX_HELD_BYTES", 3 * 12)
+    publishing, site.workers.answers = Publishing(Bus, monkeypatch), False
+    sampler = await sampler_of(site.user, base_model=site.job)
+
+    async def ask(seq: int) -> int:
+        return (await site.user.post("asample", **asked(sampler, seq, sampling_params={"max_tokens": 1})))[0]
+
+    assert [await ask(seq) for seq in (0, 1, 1)] == [200, 200, 200] and await held(ctx) == 24
+    publishing.failures = 1
+    assert [await ask(seq) for seq in (2, 3)] == [503, 429]
+    later = SimpleNamespace(time=lambda: NOW + UNSENT_S + 1)
+    monkeypatch.setattr("opentinker.shared.state.tinker.requests.time", later)
+    assert [await ask(seq) for seq in (3, 4)] == [200, 429], "one that was sent still waits"
+    await site.workers.say(f"{sampler}#0", Failed(error="no"))
+    assert await held(ctx) == 24
+    await site.user.ok("cancel_future", request_id=f"{sampler}#1")
+    assert await held(ctx) == 24, "it is in the stream until it is taken"
+    await site.workers.store.drop_sample(f"{sampler}#1")
+    assert await held(ctx) == 12
+    monkeypatch.setattr(later, "time", lambda: NOW + UNSENT_S + ANSWER_KEPT_S + 2)
+    assert await ask(5) == 200 and await held(ctx) == 12, "the others are forgotten"
+
+
+async def test_answers_that_nobody_reads_are_bounded(
+    user: Client, workers: FakeWorkers, ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, sampler = await user.model(), await sampler_of(user)
+    workers.answers = False
+    assert (await user.raw("forward_backward", passes(model, 1)))[0] == 200
+    command, answer = await held(ctx), 3 * 4
+    await workers.say(f"{model}#1", Failed(error="no"))
+    workers.answers, clock = True, SimpleNamespace(time=time.time)
+    monkeypatch.setattr("opentinker.shared.state.tinker.requests.time", clock)
+    monkeypatch.setattr("opentinker.shared.state.tinker.requests.LARGE_ANSWER", answer - 1)
+    monkeypatch.setattr("opentinker.shared.state.tinker.held_bytes.MAX_HELD_BYTES", command + answer - 1)
+
+    async def answered(number: int) -> dict[str, Any]:
+        status, promise = await user.raw("forward_backward", passes(model, number))
+        assert status == 200, promise
+        await until(lambda: workers.store.answered(promise["request_id"]))
+        return dict(promise)
+
+    for number in range(2, 6):  # a client that reads does not notice
+        promise = await answered(number)
+        assert await held(ctx) == answer
+        first, again = [await user.result(promise) for _ in range(2)]
+        assert first == again and await held(ctx) == 0
+    promise = await answered(6)
+    status, refusal = await user.raw("forward_backward", passes(model, 7))
+    assert status == 429 and "answers that were not read" in refusal["detail"]
+    await workers.say(promise["request_id"], Failed(error="a trainer that was lost answers again"))
+    assert await held(ctx) == answer
+    await user.result(promise)
+    await answered(7)
+    clock.time = lambda: time.time() + ANSWER_KEPT_S + 1
+    await answered(8)
+    assert await held(ctx) == answer, "the other one has expired"
+    await user.result({"request_id": f"{model}#8"})
+    drawn = await user.ok("asample", **asked(sampler))
+    await until(lambda: workers.store.answered(drawn["request_id"]))
+    assert await held(ctx) == 3 * 8, "tokens and log-probabilities"
+    await user.result(drawn)
+    assert await held(ctx) == 0
 
 
 class Publishing:
