@@ -72,8 +72,10 @@ class Endings:
     async def _round(self, began: float) -> None:
         before = began - SESSION_KEPT_S
         left = await self._store.sessions_left(before)
-        for session in left if self._may_end_sessions() else []:
-            await self._store.leave_session(session.tenant, session.id, before)
+        if self._may_end_sessions():
+            await self._store.drop_unread()
+            for session in left:
+                await self._store.leave_session(session.tenant, session.id, before)
         while closing := await self._store.sessions_closing(began):
             for session in closing:
                 await self._store.try_later(session.id, began)

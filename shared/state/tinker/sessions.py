@@ -22,6 +22,8 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from opentinker.shared.state.redis_script import Script
+from opentinker.shared.state.tinker import held_bytes
+from opentinker.shared.state.tinker.held_bytes import HELD_KEYS
 from opentinker.shared.state.tinker.requests import T, TinkerRequests
 from opentinker.shared.types import codec
 from opentinker.shared.types.errors import NotFound, OpenTinkerError
@@ -147,6 +149,23 @@ class TinkerSessions(TinkerRequests):
 
     async def is_alive(self, id: str) -> bool:
         return bool(await self._redis.exists(f"tinker:beat:{id}"))
+
+    async def drop_unread(self) -> None:
+        """Forget large answers that were not read, of clients that send no heartbeats, where a tenant's bytes are half
+        of what they may be: a client that was killed does not delay the next one."""
+        names = [name async for name, _ in self._redis.zscan_iter(HELD_KEYS[2], match="tinker:answer:*", count=1000)]
+        held, alive = await self._redis.hgetall(HELD_KEYS[1]), dict[str, bool]()
+        for start in range(0, len(names), 500):
+            some = names[start : start + 500]
+            for name, entry in zip(some, await self._redis.hmget(HELD_KEYS[0], some), strict=True):
+                tenant, session = (entry or "").partition(" ")[2], name.split(":")[2]
+                if 2 * int(held.get(tenant, 0)) < held_bytes.MAX_HELD_BYTES:
+                    continue
+                if session not in alive:
+                    alive[session] = await self.is_alive(session)
+                if not alive[session]:
+                    await self._redis.delete(name)
+                    await self.release(name)
 
     async def session_ids(self, tenant: str, offset: int, limit: int) -> list[str]:
         """Return ids of the tenant's sessions, newest first."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,33 @@ async def test_a_client_that_sends_heartbeats_stays_whatever_the_clocks_say(
     await leave(ctx, left)
     await until(lambda: workers.store.has_session(left), lambda found: not found)
     await user.ok("session_heartbeat", session_id=alive)
+
+
+async def test_answers_that_a_killed_client_has_not_read_make_room(
+    user: Client, workers: FakeWorkers, ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = 3 * 4
+    monkeypatch.setattr("opentinker.shared.state.tinker.requests.LARGE_ANSWER", answer - 1)
+    monkeypatch.setattr("opentinker.shared.state.tinker.held_bytes.MAX_HELD_BYTES", 1 << 20)
+    killed, alive = await user.model(), await user.model()
+    for model in (killed, alive):
+        assert (await user.raw("forward_backward", passes(model, 1)))[0] == 200
+        await until(partial(workers.store.answered, f"{model}#1"))
+
+    async def unread() -> list[str]:
+        await workers.store.drop_unread()
+        names = await ctx.store.redis.zrange("tinker:kept", 0, -1)
+        assert int(await ctx.store.redis.hget("tinker:bytes", "default")) == answer * len(names)
+        return [name.removeprefix("tinker:answer:") for name in names]
+
+    assert sorted(await unread()) == sorted([f"{killed}#1", f"{alive}#1"])
+    await leave(ctx, killed.partition(":")[0])
+    assert len(await unread()) == 2, "there is room"
+    monkeypatch.setattr("opentinker.shared.state.tinker.held_bytes.MAX_HELD_BYTES", 4 * answer)
+    assert await unread() == [f"{alive}#1"]
+    status, gone = await user.post("retrieve_future", request_id=f"{killed}#1")
+    assert status == 410 and "kept no more" in gone["detail"]
+    await user.result({"request_id": f"{alive}#1"})
 
 
 async def test_a_session_that_is_closing_takes_nothing_more(user: Client, workers: FakeWorkers, ctx: Context) -> None:
