@@ -110,7 +110,10 @@ class TrainingApi:
             return json_response(await self._create_from(request, body))
 
         async def load(body: LoadBody, model: TinkerModel, _: int) -> Body:
-            checkpoint = await self._loadable(request, body)
+            try:
+                checkpoint = await self._loadable(request, body)
+            except NotFound:  # `_refusal` answers it: sent again, it is the same request whenever the checkpoint went
+                return Load(path=body.path, directory="", optimizer=body.optimizer)
             if (checkpoint.base, checkpoint.lora.rank) != (model.base, model.lora.rank):
                 has = f"base {checkpoint.base}, {checkpoint.lora}"
                 problem = f"has {has}, and the model base {model.base}, {model.lora}; create a model from it"
@@ -286,12 +289,16 @@ class TrainingApi:
 
         return await self._send(request, await read_command(request, SaveBody), save)
 
-    async def _refusal(self, model: TinkerModel, save: Save) -> Skip | None:
-        """Return what is answered to a save for which there is no room."""
+    async def _refusal(self, model: TinkerModel, body: Body) -> Skip | None:
+        """Return what is answered to a save for which there is no room, and to a load of what does not exist."""
+        if isinstance(body, Load) and not body.directory:
+            return Skip(error=f"checkpoint {body.path} does not exist")
+        if not isinstance(body, Save):
+            return None
         store = self._access.store
         try:
-            await store.require_room_for_save(model.tenant, model.job, save.name)
-            if not save.name:
+            await store.require_room_for_save(model.tenant, model.job, body.name)
+            if not body.name:
                 await store.make_room_for_sampler(model.tenant)
         except TooManyRecords as error:
             return Skip(error=str(error))
@@ -312,8 +319,7 @@ class TrainingApi:
         return await self._promise(model, seq_of("seq_id", asked.seq_id, 1), body)
 
     async def _promise(self, model: TinkerModel, seq: int, body: Body) -> web.Response:
-        refused = await self._refusal(model, body) if isinstance(body, Save) else None
-        return json_response(await self._commands.send(model, seq, body, refused))
+        return json_response(await self._commands.send(model, seq, body, await self._refusal(model, body)))
 
 
 async def _body_of(given: Any, make: Callable[[], Awaitable[Body]]) -> Body:

@@ -347,6 +347,22 @@ async def test_a_repeated_creation_is_the_same_request_whatever_became_of_its_ch
         assert status == 404 and "does not exist" in answer["detail"]
 
 
+async def test_a_repeated_load_is_the_same_request_whatever_became_of_its_checkpoint(
+    user: Client, workers: FakeWorkers, ctx: Context
+) -> None:
+    saved = checkpoint_of(ctx, model := await user.model())
+    body = {"model_id": model, "path": saved.path, "optimizer": True}
+    absent = await user.ok("load_weights", **body, seq_id=1)
+    await workers.store.add_checkpoint(saved)
+    loaded = await user.ok("load_weights", **body, seq_id=2)
+    assert await user.ok("load_weights", **body, seq_id=1) == absent
+    await workers.store.remove_checkpoint(saved)
+    assert await user.ok("load_weights", **body, seq_id=2) == loaded
+    assert f"{saved.path} does not exist" in (await user.result(absent))["error"]
+    assert "error" not in await user.result(loaded)
+    assert [type(one.body) for one in workers.commands] == [Create, Skip, Load]
+
+
 async def test_a_creation_that_was_never_sent_fails_once_its_checkpoint_has_gone(
     user: Client, workers: FakeWorkers, ctx: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
