@@ -1,11 +1,13 @@
 """Alarms for training that collapses, each from the metrics of the last WINDOW steps.
 
-    entropy        the median entropy is below `train.entropy_alarm`, nine of ten groups have equal rewards, the goal is
-                   not reached: train.target, or without one, 0.9 of the way from the worst reward seen to the best
+    entropy        the median entropy is below `train.entropy_alarm`, nine of ten groups have equal rewards (groups of
+                   one episode: the whole batch has), the goal is not reached: train.target, or without one, 0.9 of the
+                   way from the worst reward seen to the best; if all were equal, an `exact` of 0.9
     reward_cliff   `exact`, or `reward/mean` where the environment does not report it: its mean has lost the share
                    `train.collapse_alarm` of its gain over the first window, or of its distance from the worst reward
     zero_variance  most groups have equal rewards, not because of `entropy`, and the goal is not reached; groups that
-                   were discarded for it count
+                   were discarded for it count. Of an algorithm that learns from rewards that differ between groups:
+                   most batches have, and the same as the batch before. Never where equal rewards teach too
     length_drift   answers are many times longer or shorter than WINDOW steps before, and the reward has not risen
     kl             the median KL divergence (nats a token) of the policy that sampled from the one that is trained
     ratio_tails    few tokens carry the loss: the median effective sample size of the importance ratios is low
@@ -26,8 +28,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from opentinker.shared.spec import TrainSpec
+from opentinker.shared.spec import AlgorithmSpec, TrainSpec
 from opentinker.shared.spec.evaluation import PREFIX
+from opentinker.shared.types.match_results import alike
 
 WINDOW = 20
 CALM = WINDOW
@@ -86,8 +89,8 @@ class Ring:
 
 
 class CollapseAlarm:
-    def __init__(self, train: TrainSpec) -> None:
-        self._train = train
+    def __init__(self, train: TrainSpec, algorithm: AlgorithmSpec) -> None:
+        self._train, self._algorithm = train, algorithm
         self._history: deque[dict[str, float]] = deque(maxlen=2 * WINDOW)
         self._steps: list[dict[str, float]] = []
         """The last window of the history."""
@@ -110,7 +113,11 @@ class CollapseAlarm:
         """Add one step's metrics; return the alarms that start with it. A step without rewards is ignored."""
         if "reward/mean" not in values:
             return []
-        self._history.append({**values, "equal_groups": self._equal_groups(values)})
+        of_batch = self._equal_batch(values)
+        useless = {"groups": self._equal_groups(values), "batches": of_batch, "more": 0.0}
+        uniform = of_batch if self._algorithm.group_size == 1 else values.get("zero_variance", 0.0)
+        shares = {"useless": useless[self._algorithm.learns_from], "uniform": uniform}
+        self._history.append({**values, **shares})
         self._steps = list(self._history)[-WINDOW:]
         self._worst = min(self._worst, values.get("reward/min", math.inf))
         self._best = max(self._best, values.get("reward/max", -math.inf))
@@ -136,6 +143,12 @@ class CollapseAlarm:
         groups = values.get("groups", 1.0)
         return (more + groups * values.get("zero_variance", 0.0)) / ((more + groups) or 1.0)
 
+    def _equal_batch(self, values: Mapping[str, float]) -> float:
+        """Return 1 if all rewards are equal, to those of the batch before too."""
+        before = self._history[-1]["reward/mean"] if self._history else values["reward/mean"]
+        rewards = [values.get("reward/min", -math.inf), values.get("reward/max", math.inf)]
+        return float(alike(rewards) and alike([before, values["reward/mean"]]))
+
     def _conditions(self) -> Iterator[tuple[str, str, float, float]]:
         """Yield alarm, metric, value and bound of each condition that holds now."""
         bounds = self._train.alarms
@@ -143,7 +156,7 @@ class CollapseAlarm:
             yield "entropy", "entropy", self._median("entropy"), self._train.entropy_alarm
         if (kept := self._regressed_below()) is not None:
             yield "reward_cliff", self._quality, self._mean(self._quality), kept
-        equal = self._median("equal_groups")
+        equal = self._median("useless")
         if 0.0 < bounds.zero_variance <= equal and not collapsed and not self._reached():
             yield "zero_variance", "zero_variance", equal, bounds.zero_variance
         if (length := self._drifted()) is not None:
@@ -158,7 +171,8 @@ class CollapseAlarm:
     def _has_collapsed(self) -> bool:
         return (
             self._median("entropy") < self._train.entropy_alarm
-            and float(np.median([step.get("zero_variance", 0.0) for step in self._steps])) >= EQUAL_SHARE
+            and self._median("uniform") >= EQUAL_SHARE
+            and (bool(self._train.target) or self._best > self._worst)
             and not self._reached()
         )
 
@@ -166,8 +180,8 @@ class CollapseAlarm:
         target = self._train.target
         if target:  # targets of evaluation metrics are only checked at the end of the job
             return all(not name.startswith(PREFIX) and self._mean(name) >= wanted for name, wanted in target.items())
-        if self._best <= self._worst:
-            return True  # no reward was ever better than another
+        if self._best <= self._worst:  # no reward was ever better than another
+            return self._quality == "exact" and self._mean("exact") >= GOAL_SHARE
         return self._mean("reward/mean") >= self._worst + GOAL_SHARE * (self._best - self._worst)
 
     def _regressed_below(self) -> float | None:

@@ -88,7 +88,7 @@ class JobReporter:
         self.evaluations = Evaluations(
             ctx.bus, lease.job, self.root.parent, self.event, self.guard, policy, self.joint.ratings
         )
-        self.alarms = TrainingAlarms(spec.train, self.event)
+        self.alarms = TrainingAlarms(spec.train, spec.algorithm, self.event)
         self._learning_check = LearningCheck(spec.algorithm)
         self._curve = ProgressCurve()
         self._window: deque[dict[str, float]] = deque(maxlen=TARGET_WINDOW)

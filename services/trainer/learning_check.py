@@ -7,8 +7,6 @@ from typing import Any
 
 from opentinker.shared.spec import AlgorithmSpec
 
-ABSOLUTE = ("gae", "reinforce_pp", "rae")
-"""Estimators without a group baseline: rewards that differ between groups are enough for them."""
 NOTHING_LEARNED = (
     "nothing was learned: in each group of all steps the rewards were equal. The task is too easy or too hard for this "
     "model, or its reward is wrong: read the episodes with `opentinker rollouts`"
@@ -16,13 +14,11 @@ NOTHING_LEARNED = (
 
 
 class LearningCheck:
-    """Checks the metrics of all steps so far. With a teacher, a KL term, teams or peers within episodes a job may
-    learn from equal rewards of seats too."""
+    """Checks the metrics of all steps so far."""
 
     def __init__(self, algorithm: AlgorithmSpec) -> None:
-        taught = algorithm.advantage == "none" or algorithm.distill_coef or algorithm.kl_in == "reward"
-        self._absolute = algorithm.advantage in ABSOLUTE
-        self._any = bool(taught or algorithm.team or algorithm.episode_peers)
+        self._across_groups = algorithm.learns_from == "batches"
+        self._any = algorithm.learns_from == "more"
         self._steps = 0
         self._mean: float | None = None
 
@@ -30,7 +26,7 @@ class LearningCheck:
         self._steps += 1
         if values.get("zero_variance") != 1.0:
             self._any = True
-        elif self._absolute:
+        elif self._across_groups:
             mean = values["reward/mean"]
             self._any |= values["reward/std"] > 0.0 or self._mean not in (None, mean)
             self._mean = mean

@@ -9,16 +9,19 @@ import structlog
 
 from opentinker.services.trainer.collapse_alarm import CollapseAlarm, Ring
 from opentinker.services.trainer.mismatch_alarm import WATCHED, WINDOW, MismatchAlarm
+from opentinker.shared.spec import AlgorithmSpec
 from opentinker.shared.spec.train import ALARMS, TrainSpec
 
 log = structlog.get_logger()
 
 
 class TrainingAlarms:
-    def __init__(self, train: TrainSpec, event: Callable[[str, dict[str, object]], Awaitable[None]]) -> None:
+    def __init__(
+        self, train: TrainSpec, algorithm: AlgorithmSpec, event: Callable[[str, dict[str, object]], Awaitable[None]]
+    ) -> None:
         self._event = event
         self._mismatch = MismatchAlarm()
-        self._collapse = CollapseAlarm(train)
+        self._collapse = CollapseAlarm(train, algorithm)
 
     @property
     def active(self) -> Mapping[str, Ring]:

@@ -167,6 +167,15 @@ class AlgorithmSpec(SpecPart):
         return found
 
     @property
+    def learns_from(self) -> Literal["groups", "batches", "more"]:
+        """What must have different rewards for anything to be learned: a group; groups or batches; or nothing, because
+        it learns from `more` than rewards, or from those of seats within an episode."""
+        taught = self.advantage == "none" or self.distill_coef or self.kl_in == "reward"
+        if taught or self.team or self.episode_peers:
+            return "more"
+        return "batches" if self.advantage in algorithm_parts.BATCH_BASELINES else "groups"
+
+    @property
     def seats_named(self) -> list[tuple[str, str]]:
         """The setting and the entry, for each seat or pattern of seats that the settings name."""
         tables = {"team": self.team or {}, "episode_peers": self.episode_peers or {}}

@@ -54,6 +54,8 @@ ADVANTAGES = {
 }
 GROUP_BASELINES = ("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp_baseline", "per_turn", "agent_turn")
 """Estimators that compare a trajectory with the others of its group."""
+BATCH_BASELINES = ("gae", "reinforce_pp", "rae")
+"""Estimators for which rewards that differ between groups are enough."""
 TREE_SAMPLED = "agent_turn"
 """The estimator whose groups are the candidates of each turn (`tree_sampling.py`)."""
 TOKEN_LEVEL = ("gae", "per_turn", TREE_SAMPLED)

@@ -35,7 +35,8 @@ class AlarmBounds(SpecPart):
 
     zero_variance: Fraction = 0.95
     """rl: `zero_variance` rings if over 20 steps the median share of groups with equal rewards is at least this and
-    `target` (or 0.9 of the way from the worst reward to the best) is not reached. 0: never."""
+    `target` (or 0.9 of the way from the worst reward to the best) is not reached. Of algorithms without a group
+    baseline, batches count. 0: never."""
     length_drift: Annotated[float, Field(ge=0.0, le=1e6)] = 2.0
     """rl: `length_drift` rings if answers are this many times longer or shorter than 20 steps before and the reward has
     not risen. 0: never."""

@@ -8,7 +8,7 @@ import pytest
 
 from opentinker.services.trainer.collapse_alarm import CollapseAlarm
 from opentinker.services.trainer.mismatch_alarm import WINDOW, MismatchAlarm, grows, theil_sen
-from opentinker.shared.spec import TrainSpec
+from opentinker.shared.spec import AlgorithmSpec, TrainSpec
 
 NOISE = np.random.default_rng(0).normal(size=WINDOW)
 TIME = np.arange(WINDOW)
@@ -63,14 +63,16 @@ def test_a_single_wrong_swap_is_heard_and_an_ordinary_one_is_not() -> None:
 
 def learner(**curves: npt.ArrayLike) -> list[dict[str, float]]:
     """What a learner reports step by step: of names, or `reward` for reward/mean among rewards of 0 and 1."""
-    columns = {name.replace("reward", "reward/mean"): np.asarray(curve, float) for name, curve in curves.items()}
+    columns = {{"reward": "reward/mean"}.get(name, name): np.asarray(curve, float) for name, curve in curves.items()}
     lines = [dict(zip(columns, map(float, line), strict=True)) for line in zip(*columns.values(), strict=True)]
     return [{"reward/min": 0.0, "reward/max": 1.0, **line} for line in lines]
 
 
-def heard(lines: list[dict[str, float]], **train: object) -> dict[str, int]:
+def heard(
+    lines: list[dict[str, float]], algorithm: dict[str, object] | None = None, /, **train: object
+) -> dict[str, int]:
     """The step at which each alarm began."""
-    alarm = CollapseAlarm(TrainSpec.model_validate(train))
+    alarm = CollapseAlarm(TrainSpec.model_validate(train), AlgorithmSpec.model_validate(algorithm or {}))
     began: dict[str, int] = {}
     for step, line in enumerate(lines, 1):
         for ring in alarm.update(line, step):
@@ -103,7 +105,7 @@ def test_a_policy_that_has_learned_its_task_and_one_that_is_rewarded_by_chance_a
     unsure = learner(entropy=np.full(300, 0.3), zero_variance=ALIKE, reward=np.full(300, 0.27))
     assert "entropy" not in heard(unsure)
     same = [line | {"reward/max": 0.0} for line in learner(entropy=FALLING, zero_variance=ALIKE, reward=[0.0] * 300)]
-    assert heard(same) == {}, "no reward was ever better than another"
+    assert "entropy" not in heard(same), "no reward was ever better than another"
 
 
 def test_what_was_learned_and_lost_again_is_heard_once() -> None:
@@ -138,6 +140,56 @@ def test_equal_groups_are_heard_also_where_they_are_discarded() -> None:
     assert heard(learner(reward=0.3 + 0.02 * JITTER, zero_variance=equal), **never) == {}
 
 
+def test_a_task_that_is_never_solved_is_heard_and_one_that_is_solved_from_the_start_is_not() -> None:
+    hopeless = learner(reward=np.zeros(40), zero_variance=np.ones(40), **{"reward/max": np.zeros(40)})
+    assert heard(hopeless) == {"zero_variance": 20}
+    solved = learner(
+        reward=np.full(40, 3.0),
+        zero_variance=np.ones(40),
+        exact=np.ones(40),
+        **{"reward/min": np.full(40, 3.0), "reward/max": np.full(40, 3.0)},
+    )
+    assert heard(solved) == {}
+    assert heard([{**line, "exact": 0.0} for line in solved]) == {"zero_variance": 20}
+
+
+ALONE = {"name": "reinforce_pp", "group_size": 1, "groups_per_batch": 64}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "changes", "alarms"),
+    [
+        (ALONE, {}, set()),
+        (ALONE, {"entropy": 0.001}, set()),
+        ({"name": "ppo"}, {}, set()),
+        ({"name": "ppo"}, {"entropy": 0.001}, {"entropy"}),
+        ({"name": "spiral"}, {}, set()),
+        ({"name": "grpo"}, {}, {"zero_variance"}),
+        (ALONE, {"reward/mean": 0.0, "reward/max": 0.0}, {"zero_variance"}),
+        ({"name": "ppo"}, {"reward/mean": 0.1 + 0.2, "reward/min": 0.3, "reward/max": 0.1 + 0.2}, {"zero_variance"}),
+        ({"name": "distill", "distill_coef": 1.0}, {}, set()),
+        ({"name": "distill", "distill_coef": 1.0}, {"reward/mean": 0.0, "reward/max": 0.0}, set()),
+        ({"name": "grpo", "distill_coef": 0.5}, {}, set()),
+    ],
+)
+def test_equal_groups_are_heard_only_where_they_teach_nothing(
+    algorithm: dict[str, object], changes: dict[str, float], alarms: set[str]
+) -> None:
+    """Groups of one are always equal, and estimators without a group baseline learn from rewards between groups."""
+    means = 0.3 + 0.02 * JITTER[:60]
+    lines = [{"zero_variance": 1.0, "reward/min": 0.0, "reward/max": 1.0, "reward/mean": mean} for mean in means]
+    assert set(heard([{**line, **changes} for line in lines], algorithm)) == alarms
+
+
+def test_batches_of_one_episode_teach_if_they_differ_from_each_other() -> None:
+    one = {"name": "ppo", "group_size": 1, "groups_per_batch": 1}
+    rewards = [float(step % 2) for step in range(60)]
+    lines = [
+        {"zero_variance": 1.0, "reward/mean": reward, "reward/min": reward, "reward/max": reward} for reward in rewards
+    ]
+    assert heard(lines, one) == {}
+
+
 @pytest.mark.parametrize("factor", [3.0, 1 / 3])
 def test_lengths_that_drift_are_heard_unless_the_reward_rises(factor: float) -> None:
     lengths = 100.0 * np.where(STEPS < 150, 1.0, factor) * (1 + 0.2 * np.tanh(JITTER))
@@ -162,7 +214,7 @@ def test_ratios_are_heard_by_their_median(alarm: str, metric: str, usual: float,
 
 
 def test_an_alarm_that_flickers_is_one_event_which_names_figure_bound_and_setting() -> None:
-    alarm = CollapseAlarm(TrainSpec())
+    alarm = CollapseAlarm(TrainSpec(), AlgorithmSpec())
     flicker = np.where(STEPS < 30, 0.01, np.where((STEPS // 12) % 2, 0.3, 0.01))
     rings = [
         ring
