@@ -52,7 +52,7 @@ class DiagnosisApi:
         segments = [segment for part in parts for segment in part.segments]
         if not is_whole:  # nothing is known of what came after them
             until = max(segment.end for segment in segments)
-        seconds = await asyncio.to_thread(seconds_by_cause, segments, since, until)
+        seconds = await asyncio.to_thread(seconds_by_cause, segments, since, until, is_eval=job.kind == "eval")
         silent = await self._silent(job, parts, since, until) if job.state.held else {}
         outage = await self.jobs.outage(job)
         findings = [*findings_on_waiting(job.waiting_for or outage.get("waiting_for", ""))]

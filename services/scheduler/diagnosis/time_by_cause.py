@@ -1,8 +1,9 @@
 """Attributes every second of a job's recent past to one cause, from the timeline of its workers.
 
 The trainer decides: while it computes, the time is its own. While it waits, the time belongs to what it waits for:
-generation, environments and evaluations side by side, by how many episodes are in each; frozen models, if nothing else
-is busy; and `nothing`, if no worker does anything for the job.
+generation, environments and evaluations side by side, by how many episodes are in each, unless a swap stops them all.
+If no episode is played, it belongs to frozen models, to the transfer of weights, to the loading of models, in this
+order; and to `nothing`, if no worker does anything for the job.
 """
 
 from __future__ import annotations
@@ -12,71 +13,82 @@ from collections.abc import Iterable
 
 from opentinker.shared.types.telemetry import Segment
 
-OWN = {"checkpoint": "checkpoint", "wait": ""}
-"""Cause for kinds of segments on the lane `training`; other kinds count as training."""
-PLAYED = ("rollout", "evaluation")
+Cause = tuple[int, str]
+"""Its place in the order, in which each hides all later ones, and its name. Those in one place share the time."""
+
+STOPPED, PLAYED = 3, 4
+"""Places of what stops the episodes of all engines, and of the episodes."""
+CAUSES: dict[str, dict[str, Cause | None]] = {
+    "training": {"": (1, "training"), "checkpoint": (2, "checkpoint"), "wait": None},
+    "swap": {"": (STOPPED, "swap"), "transfer": (7, "swap"), "publish": (7, "swap")},
+    "generation": {"": (PLAYED, "generation"), "evaluation": (PLAYED, "evaluation")},
+    "env": {"": (PLAYED, "environment"), "evaluation": (PLAYED, "evaluation")},
+    "reference": {"": (5, "reference")},
+}
+"""By lane and kind, with the empty kind for all others of a lane. None: a wait for something that has its own segments.
+Segments of env workers, the calls, divide `environment`."""
+EPISODES = ("rollout", "evaluation")
 """Kinds of a rollout worker. On the lane `env` its episodes wait for env workers, whose own kinds are calls."""
 CALLS = {"open": "environment starts", "turn": "environment turns"}
 QUEUED = "waiting for env workers"
-FIRST = ("training", "checkpoint", "swap")
-"""Causes that hide all others, in this order."""
-SHARED = ("generation", "environment", "evaluation")
 NOTHING = "nothing"
 
 
-def seconds_by_cause(segments: Iterable[Segment], since: float, until: float) -> dict[str, float]:
-    """Return the seconds of each cause, which add up to the whole time. Times are Unix seconds."""
-    edges: list[tuple[float, str, float]] = [(until, NOTHING, 0.0)]
+def seconds_by_cause(
+    segments: Iterable[Segment], since: float, until: float, *, is_eval: bool = False
+) -> dict[str, float]:
+    """Return the seconds of each cause, which add up to the whole time. Times are Unix seconds. `is_eval`: of a job
+    that plays evaluations and nothing else, in which they hold nothing up."""
+    last: Cause = (99, NOTHING)
+    edges: list[tuple[float, Cause, float]] = [(until, last, 0.0)]
     calls: dict[str, float] = defaultdict(float)
+    episodes_s = 0.0
     for segment in segments:
         start, end = max(segment.start, since), min(segment.end, until)
         if end <= start:
             continue
-        if segment.lane == "env" and segment.kind not in PLAYED:
-            calls[segment.kind] += segment.level * (end - start)
-        elif cause := _cause_of(segment):
+        if segment.lane == "env":
+            if segment.kind not in EPISODES:
+                calls[segment.kind] += segment.level * (end - start)
+                continue
+            episodes_s += segment.level * (end - start)
+        if cause := _cause_of(segment, is_eval):
             edges += [(start, cause, segment.level), (end, cause, -segment.level)]
     found: dict[str, float] = defaultdict(float)
-    busy: dict[str, float] = defaultdict(float)
-    in_environments, now = 0.0, since
+    busy: dict[Cause, float] = {}
+    now = since
     for at, cause, level in sorted(edges):
-        for name, share in _shares(busy).items():
+        for name, share in _shares(busy or {last: 1.0}).items():
             found[name] += share * (at - now)
-        in_environments += busy["environment"] * (at - now)
-        busy[cause] = max(0.0, busy[cause] + level) if abs(busy[cause] + level) > 1e-9 else 0.0
+        busy[cause] = busy.get(cause, 0.0) + level
+        if busy[cause] <= 1e-9:
+            del busy[cause]
         now = max(now, at)
-    return dict(_split(found, calls, in_environments))
+    return _split(found, calls, episodes_s)
 
 
-def _cause_of(segment: Segment) -> str:
-    """Return the cause that a segment stands for; empty: it is a wait itself."""
-    if segment.lane == "training":
-        return OWN.get(segment.kind, "training")
-    if segment.lane in ("generation", "env"):
-        own = "generation" if segment.lane == "generation" else "environment"
-        return "evaluation" if segment.kind == "evaluation" else own
-    return segment.lane
+def _cause_of(segment: Segment, is_eval: bool) -> Cause | None:
+    kinds = CAUSES.get(segment.lane, {})
+    kind = "" if is_eval and segment.kind == "evaluation" else segment.kind
+    return kinds.get(kind, kinds.get(""))
 
 
-def _shares(busy: dict[str, float]) -> dict[str, float]:
+def _shares(busy: dict[Cause, float]) -> dict[str, float]:
     """Return whose a moment is. `busy`: how many are at each cause."""
-    for cause in FIRST:
-        if busy[cause]:
-            return {cause: 1.0}
-    whole = sum(busy[cause] for cause in SHARED)
-    if whole:
-        return {cause: busy[cause] / whole for cause in SHARED if busy[cause]}
-    return {"reference" if busy["reference"] else NOTHING: 1.0}
+    place = min(busy)[0]
+    first = {name: level for (at, name), level in busy.items() if at == place}
+    whole = sum(first.values())
+    return {name: level / whole for name, level in first.items()}
 
 
 def _split(found: dict[str, float], calls: dict[str, float], episodes_s: float) -> dict[str, float]:
     """Divide `environment` into the calls of env workers during that time and, for the rest, the wait for them.
-    `calls`: seconds of their calls by kind; `episodes_s`: seconds of episodes in environments."""
-    seconds = found.pop("environment", 0.0)
-    left = seconds
+    `calls`: seconds of their calls by kind; `episodes_s`: seconds of all episodes in environments, also of
+    evaluations, because calls do not tell whose they are."""
+    seconds = left = found.pop("environment", 0.0)
     for kind, name in CALLS.items():
         part = min(left, seconds * calls.get(kind, 0.0) / episodes_s) if episodes_s else 0.0
-        found[name] += part
+        found[name] = part
         left -= part
-    found[QUEUED] += left
+    found[QUEUED] = left
     return {cause: spent for cause, spent in found.items() if spent > 0.0}

@@ -18,7 +18,7 @@ def test_every_second_has_one_cause_and_what_the_trainer_does_comes_first() -> N
         [
             seg("training", "step", -5.0, 2.0), seg("training", "wait", 2.0, 9.0),
             seg("training", "checkpoint", 9.0, 10.0),
-            seg("swap", "transfer", 2.0, 3.0), seg("generation", "rollout", 0.0, 5.0, 3.0),
+            seg("swap", "load", 2.0, 3.0), seg("generation", "rollout", 0.0, 5.0, 3.0),
             seg("env", "rollout", 4.0, 5.0, 1.0), seg("env", "turn", 4.0, 5.0, 0.5),
             seg("reference", "score", 4.0, 6.0, 64.0), seg("generation", "evaluation", 6.5, 7.0),
         ],
@@ -32,6 +32,39 @@ def test_every_second_has_one_cause_and_what_the_trainer_does_comes_first() -> N
     )  # fmt: skip
     assert sum(found.values()) == pytest.approx(12.0)
     assert seconds_by_cause([], 0.0, 3.0) == {"nothing": 3.0}
+
+
+@pytest.mark.parametrize("kind", ["transfer", "publish"])
+def test_the_transfer_of_weights_hides_no_generation_that_goes_on(kind: str) -> None:
+    """Only pause, load and resume stop the engines; `publish` is the whole time from the trainer's side."""
+    moved = [seg("swap", kind, 0.0, 30.0), seg("generation", "rollout", 0.0, 20.0, 8.0)]
+    assert seconds_by_cause(moved, 0.0, 40.0) == {"generation": 20.0, "swap": 10.0, "nothing": 10.0}
+    scored = [seg("swap", kind, 0.0, 30.0), seg("reference", "score", 0.0, 30.0)]
+    assert seconds_by_cause(scored, 0.0, 30.0) == {"reference": 30.0}
+
+
+def test_calls_of_evaluations_are_not_those_of_training() -> None:
+    """One episode of training waits for a place that 64 of evaluations occupy with their turns."""
+    found = seconds_by_cause(
+        [
+            seg("env", "rollout", 0.0, 65.0), seg("env", "evaluation", 0.0, 65.0, 64.0),
+            seg("env", "turn", 0.0, 65.0, 32.0),
+        ],
+        0.0, 65.0,
+    )  # fmt: skip
+    assert found == pytest.approx(
+        {"evaluation": 64.0, "environment turns": 32 / 65, "waiting for env workers": 33 / 65}
+    )
+
+
+def test_evaluations_are_the_work_of_an_eval_job() -> None:
+    played = [
+        seg("generation", "evaluation", 0.0, 4.0, 2.0), seg("env", "evaluation", 2.0, 10.0, 2.0),
+        seg("env", "turn", 2.0, 10.0, 1.5),
+    ]  # fmt: skip
+    found = seconds_by_cause(played, 0.0, 10.0, is_eval=True)
+    assert found == pytest.approx({"generation": 3.0, "environment turns": 5.25, "waiting for env workers": 1.75})
+    assert seconds_by_cause(played, 0.0, 10.0) == {"evaluation": 10.0}
 
 
 def test_many_overlapping_segments_leave_nothing_behind() -> None:
