@@ -12,6 +12,7 @@ import msgspec
 from aiohttp import web
 
 from opentinker.services.scheduler.diagnosis.findings import (
+    Finding,
     findings_on_learning,
     findings_on_time,
     findings_on_waiting,
@@ -24,7 +25,9 @@ from opentinker.shared import api_types
 from opentinker.shared.data.step_log import trainer_source
 from opentinker.shared.messaging.subjects import TIMELINE
 from opentinker.shared.security.authorization import Action
+from opentinker.shared.spec import parse_spec
 from opentinker.shared.types.core import ENDLESS, JobRecord
+from opentinker.shared.types.errors import SpecError
 from opentinker.shared.types.telemetry import TimelinePart
 
 LAST_S = Integer(
@@ -55,13 +58,18 @@ class DiagnosisApi:
         seconds = await asyncio.to_thread(seconds_by_cause, segments, since, until, is_eval=job.kind == "eval")
         silent = await self._silent(job, parts, since, until) if job.state.held else {}
         outage = await self.jobs.outage(job)
-        findings = [*findings_on_waiting(job.waiting_for or outage.get("waiting_for", ""))]
-        if job.state.held and job.kind not in ENDLESS:  # whose workers are silent between requests
-            findings += findings_on_time(seconds, silent, job.state)
         points = await self.jobs.newest_points(job)
-        for policy in job.policies or [""]:
-            values = points.get(trainer_source(policy), {}).get("values", {})
-            findings += findings_on_learning(values, policy)
+        findings = [*findings_on_waiting(job.waiting_for or outage.get("waiting_for", ""))]
+        try:
+            spec = parse_spec(job.spec)
+        except SpecError as error:  # stored by another release
+            findings.append(Finding(f"its stored spec is not valid here: {error}", "submit it anew"))
+        else:
+            if job.state.held and job.kind not in ENDLESS:  # whose workers are silent between requests
+                findings += findings_on_time(seconds, silent, job.state, spec)
+            for policy in job.policies or [""]:
+                values = points.get(trainer_source(policy), {}).get("values", {})
+                findings += findings_on_learning(values, spec, policy)
         return json_response(
             {
                 "job": job.id,

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from opentinker.services.scheduler.diagnosis.findings import findings_on_learning, findings_on_time
 from opentinker.services.scheduler.diagnosis.time_by_cause import seconds_by_cause
+from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.types.telemetry import Segment
+from tests.support.factories import make_spec
 
 
 def seg(lane: str, kind: str, start: float, end: float, level: float = 1.0) -> Segment:
@@ -90,7 +94,7 @@ def test_many_overlapping_segments_leave_nothing_behind() -> None:
     ],
 )
 def test_time_has_words(seconds: dict[str, float], silent: dict[str, float], what: str, advice: str) -> None:
-    found = list(findings_on_time(seconds, silent, "starting"))
+    found = list(findings_on_time(seconds, silent, "starting", make_spec()))
     assert any(what in one.what and advice in one.advice for one in found), found
 
 
@@ -98,6 +102,7 @@ def test_time_has_words(seconds: dict[str, float], silent: dict[str, float], wha
     ("values", "what"),
     [
         ({"zero_variance": 0.95, "reward/mean": 0.1}, "nothing is learned"),
+        ({"zero_variance": 1.0, "reward/mean": 1.0, "reward/max": 1.0}, "nothing is learned"),
         ({"zero_variance": 0.95, "exact": 1.0}, "nearly all groups are solved"),
         ({"entropy": 0.001, "reward/mean": 0.3}, "says the same each time"),
         ({"mismatch/mean": 0.05}, "different logprobs"),
@@ -114,10 +119,128 @@ def test_time_has_words(seconds: dict[str, float], silent: dict[str, float], wha
     ],
 )
 def test_learning_has_words(values: dict[str, float], what: str) -> None:
-    found = list(findings_on_learning(values))
+    spec = make_spec()
+    found = list(findings_on_learning(values, spec))
     assert len(found) == 1 and what in found[0].what and found[0].advice
     of_policy = {f"speaker/{name}": value for name, value in values.items()}
-    assert list(findings_on_learning(of_policy)) == []
-    (told,) = findings_on_learning(of_policy, "speaker")
+    assert list(findings_on_learning(of_policy, spec)) == []
+    policies = make_spec(policies={"speaker": {}, "listener": {}}, seats={"speaker": "speaker", "listener": "listener"})
+    (told,) = findings_on_learning(of_policy, policies, "speaker")
     assert told.what == f"speaker: {found[0].what}"
-    assert list(findings_on_learning({"reward/mean": 0.5, "entropy": 1.0, "zero_variance": 0.2, "ess": 0.9})) == []
+    usual = {"reward/mean": 0.5, "entropy": 1.0, "zero_variance": 0.2, "ess": 0.9}
+    assert list(findings_on_learning(usual, spec)) == []
+
+
+TORCH = {"learner": "torch", "steps": 3}
+
+
+def advice_on(cause: str, spec: JobSpec) -> str:
+    (found,) = findings_on_time({cause: 9.0}, {"a": 0.0}, "running", spec)
+    return found.advice
+
+
+@pytest.mark.parametrize(
+    ("cause", "changes", "said", "unsaid"),
+    [
+        ("training", {"train": TORCH}, "LoRA", "gradient_checkpointing"),
+        ("training", {"train": TORCH, "model__lora": {}}, "resources.trainer_ranks", "LoRA"),
+        (
+            "training",
+            {"train": TORCH | {"gradient_checkpointing": True}},
+            "gradient_checkpointing = false",
+            "staleness",
+        ),
+        (
+            "training",
+            {"train": TORCH, "model__lora": {}, "resources": {"trainer": "shared"}},
+            "fewer tokens",
+            "trainer_ranks",
+        ),
+        ("checkpoint", {"train": TORCH, "model__lora": {}}, "train.checkpoint_every", "LoRA"),
+        ("swap", {"train": TORCH, "model__lora": {}}, "a faster path", "LoRA"),
+        ("generation", {}, "algorithm.max_staleness", "LoRA"),
+        (
+            "generation",
+            {"train": TORCH | {"deterministic": True}, "algorithm__max_staleness": 0, "rollout__seed": 0},
+            "rollout.max_tokens",
+            "max_staleness",
+        ),
+        ("reference", {"algorithm__kl_coef": 0.1}, "algorithm.kl_coef = 0", "teacher"),
+        (
+            "reference",
+            {"algorithm": {"name": "distill"}, "teacher": {"base": "t"}, "train": TORCH},
+            "a smaller [teacher]",
+            "kl_coef",
+        ),
+        (
+            "reference",
+            {"reward_models": [{"name": "judge", "base": "t"}], "train": TORCH},
+            "[[reward_models]]",
+            "kl_coef",
+        ),
+        ("nothing", {}, "a higher algorithm.max_staleness", "max_concurrent_groups"),
+    ],
+)
+def test_advice_leaves_out_what_the_job_has(cause: str, changes: dict[str, Any], said: str, unsaid: str) -> None:
+    advice = advice_on(cause, make_spec(**changes))
+    assert said in advice and unsaid not in advice, advice
+
+
+def test_advice_for_jobs_without_episodes_or_training_has_their_words() -> None:
+    rows = {"name": "t", "kind": "sft", "model": {"base": "m"}, "data": {"path": "rows.jsonl"}, "train": {"steps": 1}}
+    assert advice_on("nothing", parse_spec(rows)) == "short pauses: larger batches"
+    plays = {"name": "t", "kind": "eval", "model": {"base": "m"}, "environment": {"name": "copy_digits"}}
+    spec = parse_spec(plays)
+    assert "max_staleness" not in advice_on("generation", spec) and "rollout workers" in advice_on("generation", spec)
+    assert advice_on("nothing", spec) == "short pauses: a larger rollout.max_concurrent_groups"
+
+
+@pytest.mark.parametrize(
+    ("values", "changes", "said", "unsaid"),
+    [
+        ({"alarm/kl": 1.0}, {"algorithm__max_staleness": 0}, "a lower train.lr; bound: train.alarms.kl", "staleness"),
+        (
+            {"alarm/ratio_tails": 1.0},
+            {"algorithm": {"loss": "ppo", "correction": "tis", "proximal": "recomputed"}},
+            "max_staleness",
+            "algorithm.correction",
+        ),
+        ({"alarm/zero_variance": 1.0}, {}, "a larger algorithm.group_size, or an SFT start", "unless"),
+        (
+            {"alarm/zero_variance": 1.0},
+            {"algorithm": {"name": "reinforce_pp", "group_size": 1}},
+            "shaped rewards",
+            "group_size",
+        ),
+        ({"zero_variance": 1.0, "reward/mean": 1.0, "reward/max": 100.0}, {}, "unless the task is learned", "end the"),
+        ({"zero_variance": 1.0, "reward/mean": 1.0}, {"train__target": {"reward/mean": 0.9}}, "end the job", "easier"),
+        ({"zero_variance": 1.0, "reward/mean": 1.0}, {"train__target": {"reward/mean": 90.0}}, "an easier", "unless"),
+        ({"zero_variance": 1.0, "reward/mean": 1.0, "exact": 0.2}, {}, "an easier start", "unless"),
+    ],
+)
+def test_words_on_learning_know_the_spec(
+    values: dict[str, float], changes: dict[str, Any], said: str, unsaid: str
+) -> None:
+    changes = {"train": TORCH, **changes} if "train__target" not in changes else changes
+    (found,) = findings_on_learning(values, make_spec(**changes))
+    assert said in found.advice and unsaid not in found.advice, found
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "rewards", "is_told"),
+    [
+        ({"name": "reinforce_pp", "group_size": 1}, (0.0, 1.0), False),
+        ({"name": "ppo", "group_size": 8}, (0.0, 1.0), False),
+        ({"name": "ppo", "group_size": 8}, (0.0, 0.0), True),
+        ({"name": "grpo", "group_size": 8}, (0.0, 1.0), True),
+        ({"name": "distill"}, (0.0, 0.0), False),
+    ],
+)
+def test_equal_groups_are_told_where_they_teach_nothing(
+    algorithm: dict[str, Any], rewards: tuple[float, float], is_told: bool
+) -> None:
+    low, high = rewards
+    values = {"zero_variance": 1.0, "reward/mean": high / 3, "reward/min": low, "reward/max": high}
+    teacher = {"teacher": {"base": "t"}} if algorithm["name"] == "distill" else {}
+    found = list(findings_on_learning(values, make_spec(algorithm=algorithm, train=TORCH, **teacher)))
+    assert ["nothing is learned" in one.what for one in found] == [True] * is_told
