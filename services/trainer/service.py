@@ -13,7 +13,7 @@ from opentinker.services.trainer import checkpoint
 from opentinker.services.trainer.distributed.member_ranks import host_ranks
 from opentinker.services.trainer.distributed.rank_connections import RankLost
 from opentinker.services.trainer.distributed.rank_listener import RankListener
-from opentinker.services.trainer.distributed.trainer_group import formed, leads, spec_of_group
+from opentinker.services.trainer.distributed.trainer_group import formed, spec_of_group
 from opentinker.services.trainer.job_training import close, train
 from opentinker.services.trainer.learners.base import SimulatedLearner
 from opentinker.services.trainer.shared_service import serve_shared
@@ -38,7 +38,7 @@ async def serve(ctx: Context) -> None:
 
 
 async def work(worker: LeasedWorker, lease: Lease, spec: JobSpec) -> None:
-    if not leads(lease):
+    if not lease.leads:
         await host_ranks(worker, lease)
         return
     try:

@@ -9,7 +9,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from opentinker.services.trainer.cpu_shares import CpuShare
-from opentinker.services.trainer.distributed.trainer_group import leads
 from opentinker.services.trainer.job_training import close, train
 from opentinker.services.trainer.shared_base import SharedBase
 from opentinker.shared.asyncio_tools import gather_all
@@ -57,7 +56,7 @@ async def _work(shared: SharedBase, worker: LeasedWorker, lease: Lease, spec: Jo
         raise JobFailed("resources.trainer is 'own', and this trainer shares its base; set bank_jobs = 0 for it")
     worker.tell({"base": base})
     try:
-        if not leads(lease):
+        if not lease.leads:
             await worker.status("ready", job=lease.job, epoch=lease.epoch)
             await shared.until_ended(lease)
             return

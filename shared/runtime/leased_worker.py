@@ -11,7 +11,8 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -22,6 +23,7 @@ from opentinker.shared.asyncio_tools import RETRY_S, cancel_and_wait, sleep, wai
 from opentinker.shared.messaging.subjects import WAKE
 from opentinker.shared.runtime.gpus import visible
 from opentinker.shared.runtime.service import Context, first_failure
+from opentinker.shared.runtime.timeline import REPORT_S, Lanes
 from opentinker.shared.runtime.tracing import trace_id
 from opentinker.shared.runtime.worker_info import worker_info
 from opentinker.shared.spec import JobSpec, read_stored
@@ -82,6 +84,8 @@ class LeasedWorker:
         self._wake = asyncio.Event()
         self._leaving = asyncio.Event()
         """The lease is being taken back, and goes when its work has ended what it has begun."""
+        self._loaded = asyncio.Event()
+        """Set once the lease's work has loaded what it needs."""
         self._free_since: float | None = time.monotonic()
         """None while it has a lease."""
         self.trace = ""
@@ -116,6 +120,8 @@ class LeasedWorker:
 
     async def status(self, status: str, *, job: str | None = None, epoch: int = 0, address: str = "") -> None:
         """Report the status to the scheduler and the trainer immediately instead of with the next heartbeat."""
+        if status != "loading":
+            self._loaded.set()
         self.info = msgspec.structs.replace(self.info, status=status, job=job, epoch=epoch, address=address)
         await self._beat()
         await self.ctx.bus.emit(WAKE, {"worker": self.info.id}, who="scheduler")
@@ -282,7 +288,8 @@ class LeasedWorker:
                 await self.status("loading", job=lease.job, epoch=lease.epoch)
                 self.spent, self.leftovers = Counter(), []
                 with structlog.contextvars.bound_contextvars(trace=trace_id(record.trace)):
-                    async with metered(self.ctx.store.redis, lease.job, self.spent, cpu=self._cpu):
+                    meter = metered(self.ctx.store.redis, lease.job, self.spent, cpu=self._cpu)
+                    async with meter, self._loading_shown(lease.job):
                         await self._work(self, lease, read_stored(record.spec))
             except JobFailed as error:
                 await self._fail(lease, str(error))
@@ -302,6 +309,25 @@ class LeasedWorker:
                 if isinstance(failure := sys.exception(), Exception):
                     log.error("worker_failed", exc_info=failure)
                 log.info("lease_released")
+
+    @asynccontextmanager
+    async def _loading_shown(self, job: str) -> AsyncIterator[None]:
+        self._loaded.clear()
+        showing = asyncio.create_task(self._show_loading(job))
+        try:
+            yield
+        finally:
+            await cancel_and_wait(showing)
+
+    async def _show_loading(self, job: str) -> None:
+        """Put the time until the work is ready on the job's timeline. Produces TIMELINE once a second."""
+        lanes = Lanes(self.ctx.bus, job, self.info.id)
+        try:
+            with lanes.busy("loading", "loading"):
+                while not await wait_event(self._loaded, REPORT_S):
+                    await lanes.report()
+        finally:
+            await lanes.report()
 
     async def _fail(self, lease: Lease, reason: str) -> None:
         """Fail the job, unless it is over or another worker's. Rollout leases outlive trainers, so their epoch may be

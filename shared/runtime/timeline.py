@@ -2,8 +2,8 @@
 
     with lanes.busy("generation", "rollout"): ...   --once a second--> TIMELINE: a few segments
 
-Lanes: `generation`, `env`, `reference`, `training`, `swap`. Many may be busy on one lane at a time (episodes of a
-rollout worker, sessions of an env worker): together they are one segment, and `level` says how many they were on
+Lanes: `generation`, `env`, `reference`, `training`, `swap`, `loading`. Many may be busy on one lane at a time (episodes
+of a rollout worker, sessions of an env worker): together they are one segment, and `level` says how many they were on
 average. Nothing waits for this.
 """
 

@@ -268,6 +268,11 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     group: tuple[RankShare, ...] = ()
     """Trainers that share the job's ranks; empty: this one has all that its spec asks for."""
 
+    @property
+    def leads(self) -> bool:
+        """Whether this worker does the job's work, alone or for its group: the others neither load nor report."""
+        return not self.group or self.group[0].worker == self.worker
+
 
 LABELS = ("name", "project", "tags", "notes")
 """Settings of a spec that can be changed: the job's record has them, and its stored spec does not."""

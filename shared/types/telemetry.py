@@ -43,7 +43,7 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
     """Uninterrupted activity of a worker on one lane of a job's timeline."""
 
     lane: str
-    """generation | env | reference | training | swap"""
+    """generation | env | reference | training | swap | loading"""
     kind: str
     """Activity: rollout, evaluation; step, wait, checkpoint; transfer, pause, load, resume, publish..."""
     start: float

@@ -83,6 +83,14 @@ SLOW: dict[str, tuple[str, tuple[Choice, ...]]] = {
             ("a trained critic instead of the [value_model]", lambda spec: spec.value_model),
         ),
     ),
+    "loading": (
+        "workers load their models when they begin with a job",
+        (
+            "`opentinker logs JOB -f` follows it",
+            "a model on a local disk",
+            "warm engines (warm_engine_s) for the next job",
+        ),
+    ),
     "environment starts": (
         "starts of environments are the limit",
         ("more env workers", "for sandboxes, warm ones (harbor_warm)"),

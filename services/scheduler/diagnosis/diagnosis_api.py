@@ -17,6 +17,7 @@ from opentinker.services.scheduler.diagnosis.findings import (
     findings_on_time,
     findings_on_waiting,
 )
+from opentinker.services.scheduler.diagnosis.holders import holders_of
 from opentinker.services.scheduler.diagnosis.time_by_cause import seconds_by_cause
 from opentinker.services.scheduler.http.errors import json_response
 from opentinker.services.scheduler.http.jobs import JobsApi
@@ -56,7 +57,7 @@ class DiagnosisApi:
         if not is_whole:  # nothing is known of what came after them
             until = max(segment.end for segment in segments)
         seconds = await asyncio.to_thread(seconds_by_cause, segments, since, until, is_eval=job.kind == "eval")
-        silent = await self._silent(job, parts, since, until) if job.state.held else {}
+        holders = await holders_of(self.store, self.bus, job.id, parts, began, until) if job.state.held else []
         outage = await self.jobs.outage(job)
         points = await self.jobs.newest_points(job)
         findings = [*findings_on_waiting(job.waiting_for or outage.get("waiting_for", ""))]
@@ -66,7 +67,7 @@ class DiagnosisApi:
             findings.append(Finding(f"its stored spec is not valid here: {error}", "submit it anew"))
         else:
             if job.state.held and job.kind not in ENDLESS:  # whose workers are silent between requests
-                findings += findings_on_time(seconds, silent, job.state, spec)
+                findings += findings_on_time(seconds, holders, job.state, spec)
             for policy in job.policies or [""]:
                 values = points.get(trainer_source(policy), {}).get("values", {})
                 findings += findings_on_learning(values, spec, policy)
@@ -81,7 +82,7 @@ class DiagnosisApi:
                     {"cause": cause, "seconds": spent}
                     for cause, spent in sorted(seconds.items(), key=lambda one: -one[1])
                 ],
-                "silent": [{"worker": worker, "seconds": spent} for worker, spent in sorted(silent.items())],
+                "silent": [{"worker": one.worker, "seconds": one.silent_s} for one in holders if not one.loading_s],
                 "findings": msgspec.to_builtins(findings),
             }
         )
@@ -90,11 +91,3 @@ class DiagnosisApi:
         """Return the activity since then, and whether it is all of it: the oldest MAX_PARTS are returned."""
         found = await self.bus.history(TIMELINE, 0, MAX_PARTS, since=since, job=job.id, worker="*")
         return [part for _, part in found], len(found) < MAX_PARTS
-
-    async def _silent(self, job: JobRecord, parts: list[TimelinePart], since: float, until: float) -> dict[str, float]:
-        """Return by worker that holds the job how long it has done nothing for it."""
-        ends = {worker.id: since for worker in await self.store.workers() if worker.job == job.id}
-        for part in parts:
-            if part.worker in ends:
-                ends[part.worker] = max([ends[part.worker], *(segment.end for segment in part.segments)])
-        return {worker: max(0.0, until - end) for worker, end in ends.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -17,15 +17,18 @@ from opentinker.services.scheduler.diagnosis.advice import (
     SLOW,
     choices_for,
 )
+from opentinker.services.scheduler.diagnosis.holders import Holder
 from opentinker.shared.data.step_log import metric_prefix
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.matches.policies import spec_of
+from opentinker.shared.types.core import Pool
 
 LARGE = 0.4
 """Share of the time from which on a cause is worth a word."""
 IDLE = 0.15
 SOLVED = 0.9
 EQUAL_SHARE = 0.9
+LOOK = "`opentinker logs JOB --level warning`; a process that hangs can be killed: others take its work over"
 SILENT_S = 10.0
 """A worker that has done nothing for the job for this time is named."""
 
@@ -36,25 +39,43 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def findings_on_time(
-    seconds: Mapping[str, float], silent_s: Mapping[str, float], state: str, spec: JobSpec
+    seconds: Mapping[str, float], holders: Sequence[Holder], state: str, spec: JobSpec
 ) -> Iterator[Finding]:
-    """Yield what the time went to. `silent_s`: by worker, since when it has done nothing for the job."""
+    """Yield what the time went to, and who does nothing. `holders`: the workers that hold the job."""
     whole = sum(seconds.values()) or 1.0
     specs = [spec_of(spec, policy) for policy in spec.policies or [""]]
     for cause, spent in sorted(seconds.items(), key=lambda item: -item[1]):
         if cause in SLOW and spent / whole >= LARGE:
             lead, choices = SLOW[cause]
-            yield Finding(f"{100 * spent / whole:.0f} % of the time: {cause}", f"{lead}: {choices_for(specs, choices)}")
+            now = _times({one.worker: one.loading_s for one in holders if one.loading_s}) if cause == "loading" else ""
+            what = f"{100 * spent / whole:.0f} % of the time: {cause}{f', now: {now}' if now else ''}"
+            yield Finding(what, f"{lead}: {choices_for(specs, choices)}")
     if seconds.get("nothing", 0.0) / whole < IDLE:
+        yield from _findings_on_hung(holders, whole)
         return
     idle = f"{100 * seconds['nothing'] / whole:.0f} % of the time no worker was busy with the job"
-    silent = [f"{worker} for {since:.0f} s" for worker, since in sorted(silent_s.items()) if since >= SILENT_S]
+    silent = {one.worker: one.silent_s for one in holders if one.silent_s >= SILENT_S}
     if silent:
-        yield Finding(f"{idle}; silent: {', '.join(silent)}", "opentinker logs JOB --level warning")
-    elif not silent_s:
+        yield Finding(f"{idle}; silent: {_times(silent)}", LOOK)
+    elif not holders:
         yield Finding(f"{idle}: no worker holds it ({state})", "opentinker job JOB says what it waits for")
     else:
         yield Finding(idle, f"short pauses: {choices_for(specs, PAUSES)}")
+
+
+def _findings_on_hung(holders: Sequence[Holder], whole_s: float) -> Iterator[Finding]:
+    """Yield who has been silent for the whole time while others worked. A trainer never is: it says that it waits.
+    Rollout workers are all silent while they wait for a long step, but not one of several."""
+    bound_s = max(SILENT_S, whole_s)
+    busy = {one.pool for one in holders if one.silent_s < bound_s}
+    hung = {one.worker: one.silent_s for one in holders if one.silent_s >= bound_s}
+    named = {one.worker for one in holders if one.pool == Pool.TRAINER or one.pool in busy}
+    if found := {worker: spent for worker, spent in hung.items() if worker in named}:
+        yield Finding(f"silent while others work: {_times(found)}", LOOK)
+
+
+def _times(seconds: Mapping[str, float]) -> str:
+    return ", ".join(f"{worker} for {spent:.0f} s" for worker, spent in sorted(seconds.items()))
 
 
 def findings_on_learning(point: Mapping[str, float], spec: JobSpec, policy: str = "") -> Iterator[Finding]:

@@ -24,6 +24,7 @@ CAUSES: dict[str, dict[str, Cause | None]] = {
     "generation": {"": (PLAYED, "generation"), "evaluation": (PLAYED, "evaluation")},
     "env": {"": (PLAYED, "environment"), "evaluation": (PLAYED, "evaluation")},
     "reference": {"": (5, "reference")},
+    "loading": {"": (8, "loading")},
 }
 """By lane and kind, with the empty kind for all others of a lane. None: a wait for something that has its own segments.
 Segments of env workers, the calls, divide `environment`."""

@@ -35,11 +35,6 @@ MEET_S = 120.0
 """Time in which a member must have taken its lease and answered."""
 
 
-def leads(lease: Lease) -> bool:
-    """Return whether this trainer trains, alone or as the lead of a group."""
-    return not lease.group or lease.group[0].worker == lease.worker
-
-
 def spec_of_group(spec: JobSpec, lease: Lease) -> JobSpec:
     """Return the spec with as many ranks as the group has; a single one has nothing to share."""
     if not lease.group:

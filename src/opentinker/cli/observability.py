@@ -27,7 +27,11 @@ from opentinker.shared.types.errors import plural
 from opentinker.shared.types.manifest import short_list
 
 BAR = 40
-CAUSES = {"nothing": "nothing (no activity reported)", "swap": "swap (loading new weights)"}
+CAUSES = {
+    "nothing": "nothing (no activity reported)",
+    "swap": "swap (loading new weights)",
+    "loading": "loading (workers load their models)",
+}
 """Causes that need a word of explanation."""
 WHOLE = {"turns": 1, "length": 0, "staleness": 0}
 """Distributions of whole numbers, and the smallest."""

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from opentinker.shared.messaging.bus import Bus
+from opentinker.shared.messaging.subjects import TIMELINE
 from opentinker.shared.spec import parse_spec
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobState, Lease, Pool
@@ -19,6 +20,7 @@ from opentinker.shared.types.workers import WorkerInfo
 from tests.conftest import WAIT_S, soon, until
 from tests.integration.shared.lease_bench import Bench, at_the_bench
 from tests.support.factories import make_spec, refusals
+from tests.support.scheduling import messages
 
 
 @pytest.fixture
@@ -44,6 +46,30 @@ async def test_a_job_of_an_earlier_release_begins_with_names_that_are_refused_no
     await bench.ctx.store.create_job(id="c", spec=plain, tenant="t")
     await bench.ctx.store.transition("c", JobState.STARTING)
     await bench.begin("c")
+
+
+async def test_the_time_until_it_is_ready_is_on_the_timeline(bench: Bench) -> None:
+    parts = await messages(bench.ctx.bus, TIMELINE, job="a", worker="w-0")
+    may_be_ready = asyncio.Event()
+
+    async def load(lease: Lease) -> None:
+        await may_be_ready.wait()
+        await bench.worker.status("ready", job=lease.job, epoch=lease.epoch)
+        await bench.forever(lease)
+
+    bench.behaviour = load
+    began = time.time()
+    await bench.begin()
+    await until(lambda: parts)  # while it loads
+    may_be_ready.set()
+    await bench.status("ready")
+    ready = time.time()
+    await until(lambda: len(parts) > 1 and parts[-1].segments[-1].end)
+    await bench.revoke()
+    await bench.status("idle")
+    segments = [segment for part in parts for segment in part.segments]
+    assert {(one.lane, one.kind) for one in segments} == {("loading", "loading")}
+    assert began <= segments[0].start and segments[-1].end <= ready
 
 
 async def test_an_unused_worker_says_so_and_ends(bus: Bus, store: Store) -> None:

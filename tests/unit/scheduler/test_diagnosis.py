@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from opentinker.services.scheduler.diagnosis.findings import findings_on_learning, findings_on_time
+from opentinker.services.scheduler.diagnosis.holders import Holder
 from opentinker.services.scheduler.diagnosis.time_by_cause import seconds_by_cause
 from opentinker.shared.spec import JobSpec, parse_spec
+from opentinker.shared.types.core import Pool
 from opentinker.shared.types.telemetry import Segment
 from tests.support.factories import make_spec
 
@@ -77,25 +79,50 @@ def test_many_overlapping_segments_leave_nothing_behind() -> None:
     assert found == pytest.approx({"generation": 10.49, "nothing": 9.51})
 
 
+TRAINER = Holder("trainer-0", Pool.TRAINER, 0.5)
+
+
+def rollout(worker: str, silent_s: float = 0.0, loading_s: float = 0.0) -> Holder:
+    return Holder(worker, Pool.ROLLOUT, silent_s, loading_s)
+
+
 @pytest.mark.parametrize(
-    ("seconds", "silent", "what", "advice"),
+    ("seconds", "holders", "what", "advice"),
     [
-        ({"generation": 9.0, "training": 1.0}, {}, "90 % of the time: generation", "more rollout workers"),
+        ({"generation": 9.0, "training": 1.0}, (), "90 % of the time: generation", "more rollout workers"),
+        ({"training": 9.0, "nothing": 1.0}, (TRAINER,), "90 % of the time: training", "resources.trainer_ranks"),
+        ({"environment turns": 5.0, "training": 5.0}, (), "50 % of the time: environment turns", "more env workers"),
+        ({"nothing": 5.0, "training": 9.0}, (TRAINER, rollout("b", 40.0)), "silent: b for 40 s", "opentinker logs"),
+        ({"nothing": 5.0}, (), "no worker holds it (starting)", "what it waits for"),
+        ({"nothing": 5.0, "training": 9.0}, (TRAINER,), "36 % of the time no worker was busy", "larger batches"),
         (
-            {"training": 9.0, "nothing": 1.0},
-            {"trainer-0": 0.0},
-            "90 % of the time: training",
-            "resources.trainer_ranks",
+            {"loading": 118.0, "nothing": 2.0},
+            (rollout("a", loading_s=118.0), Holder("t", Pool.TRAINER, loading_s=3.0), rollout("c", 1.0)),
+            "98 % of the time: loading, now: a for 118 s, t for 3 s",
+            "opentinker logs JOB -f",
         ),
-        ({"environment turns": 5.0, "training": 5.0}, {}, "50 % of the time: environment turns", "more env workers"),
-        ({"nothing": 5.0, "training": 9.0}, {"a": 0.5, "b": 40.0}, "silent: b for 40 s", "opentinker logs"),
-        ({"nothing": 5.0}, {}, "no worker holds it (starting)", "what it waits for"),
-        ({"nothing": 5.0, "training": 9.0}, {"a": 0.5}, "36 % of the time no worker was busy", "larger batches"),
+        ({"loading": 60.0}, (TRAINER,), "100 % of the time: loading", "warm_engine_s"),
     ],
 )
-def test_time_has_words(seconds: dict[str, float], silent: dict[str, float], what: str, advice: str) -> None:
-    found = list(findings_on_time(seconds, silent, "starting", make_spec()))
+def test_time_has_words(seconds: dict[str, float], holders: tuple[Holder, ...], what: str, advice: str) -> None:
+    found = list(findings_on_time(seconds, holders, "starting", make_spec()))
     assert any(what in one.what and advice in one.advice for one in found), found
+
+
+@pytest.mark.parametrize(
+    ("holders", "named"),
+    [
+        ((TRAINER, rollout("a", 1.0), rollout("b", 10_800.0)), "silent while others work: b for 10800 s"),
+        ((Holder("t", Pool.TRAINER, 300.0), rollout("a", 1.0)), "silent while others work: t for 300 s"),
+        ((TRAINER, rollout("a", 1.0), rollout("b", 90.0)), ""),
+        ((TRAINER, rollout("a", 300.0), rollout("b", 310.0)), ""),
+        ((TRAINER, rollout("a", loading_s=300.0)), ""),
+    ],
+)
+def test_who_is_silent_while_others_work_is_named(holders: tuple[Holder, ...], named: str) -> None:
+    """Rollout workers may all wait for a step that takes longer than the time that is looked at."""
+    found = list(findings_on_time({"training": 119.0, "nothing": 1.0}, holders, "running", make_spec()))
+    assert [one.what for one in found] == ["99 % of the time: training", *filter(None, [named])]
 
 
 @pytest.mark.parametrize(
@@ -135,7 +162,7 @@ TORCH = {"learner": "torch", "steps": 3}
 
 
 def advice_on(cause: str, spec: JobSpec) -> str:
-    (found,) = findings_on_time({cause: 9.0}, {"a": 0.0}, "running", spec)
+    (found,) = findings_on_time({cause: 9.0}, [TRAINER], "running", spec)
     return found.advice
 
 

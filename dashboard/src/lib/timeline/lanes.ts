@@ -45,7 +45,7 @@ export interface Picked {
   segment: Segment;
 }
 
-const ORDER = ["training", "generation", "env", "play", "reference", "swap"];
+const ORDER = ["training", "generation", "env", "play", "reference", "swap", "loading"];
 /** What env workers do, on the lane on which rollout workers say that they wait for it. */
 const PLAY = new Set(["open", "turn"]);
 const KEEP_S = 3600;

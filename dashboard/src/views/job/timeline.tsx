@@ -33,6 +33,7 @@ const KINDS: [string, string, string][] = [
   ["publish", "--c2", "publish weights"],
   ["transfer", "--c7", "transfer"],
   ["load", "--c4", "pause, load, resume"],
+  ["loading", "--dim", "model loads"],
 ];
 const COLOUR = new Map<string, string>([...KINDS.map(([kind, colour]) => [kind, colour] as const), ["pause", "--c4"], ["resume", "--c4"]]);
 

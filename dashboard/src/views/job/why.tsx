@@ -17,6 +17,7 @@ const WORDS: Record<string, string> = {
   swap: "loading new weights",
   checkpoint: "saving checkpoints",
   reference: "frozen models",
+  loading: "loading models",
 };
 
 interface Diagnosis {
