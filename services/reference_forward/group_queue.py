@@ -6,6 +6,7 @@ ready --release--> gone
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -42,6 +43,8 @@ class QueuedGroup:
     """With the trajectories that are not scored, where there are any."""
     players: Container[str] = ("",)
     """Policies whose trajectories are scored; the empty name is that of a job's one policy."""
+    queued: float = field(default_factory=time.time)
+    """Unix time at which it came."""
     places: dict[ModelKey, list[int]] = field(default_factory=dict)
     """Trajectories that a model scores, by their places in the group; all where it has no entry."""
 

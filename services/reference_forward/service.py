@@ -256,7 +256,9 @@ class ReferenceForward:
             return
         ended = time.time()
         for job, count in Counter(group.job for group in groups).items():
-            self.lanes.of(job).note("reference", "score", began, ended, level=count)
+            lanes, queued = self.lanes.of(job), min(work.queued for work in works if work.group.job == job)
+            lanes.note("reference", "queue", queued, began)
+            lanes.note("reference", "score", began, ended, level=count)
         counts = self.meters.of(CLUSTER).counts
         counts["reference/passes"] += 1
         counts["reference/passed_groups"] += len(works)

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -160,6 +160,7 @@ class JobReporter:
                 self.lanes.busy("training", "step", str(WeightVersion(self.lease.epoch, step))),
             ):
                 values = await asyncio.to_thread(work)
+                self._note_waits(values)
         except (Interrupted, TooLong):
             self._weights_valid = before
             raise
@@ -173,6 +174,13 @@ class JobReporter:
             ) from None
         self._weights_valid = True
         return values
+
+    def _note_waits(self, values: Mapping[str, float]) -> None:
+        """Put on the timeline how long a step waited in a shared trainer, at its end, because only the sum is known.
+        Policies of one job wait for each other: that is training."""
+        waited_s, now = values.get("trainer/bank_wait_seconds", 0.0), time.time()
+        if waited_s and not self.policy:
+            self.lanes.note("training", "queue", now - waited_s, now)
 
     async def run_interruptible(self, work: Awaitable[T], interrupt: Callable[[], None] | None = None) -> T:
         """Run long work, by default the learner's; when the job is cancelled, interrupt it and wait for its end."""

@@ -78,7 +78,7 @@ class TrainerJob:
         self.pools = OpponentPools(
             pools_of(spec, policy), identity, root, learner, self.admission, event, self.joint.ratings, anchor
         )
-        self.publisher = Publisher(self.ctx, lease, learner.device, self._served, policy)
+        self.publisher = Publisher(self.ctx, lease, learner.device, self._served, self.reporter.lanes, policy)
         self.validation = EvalScheduler(self.ctx, lease, spec.validation, self.reporter, self.publisher.offer)
         self.assembler = Assembler.of(spec, lease.epoch, self.joint)
         self.intake = Intake(self.reporter, self.admission, self.assembler, self.joint, lambda: self.step)

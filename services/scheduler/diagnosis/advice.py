@@ -83,6 +83,31 @@ SLOW: dict[str, tuple[str, tuple[Choice, ...]]] = {
             ("a trained critic instead of the [value_model]", lambda spec: spec.value_model),
         ),
     ),
+    "waiting for other jobs' training": (
+        "passes of other jobs of its shared trainer come first",
+        ('resources.trainer = "own"', "another trainer with bank_jobs"),
+    ),
+    "waiting for frozen models": (
+        "its groups wait until frozen models are loaded, or have scored those of other jobs",
+        ("another reference-forward", ("algorithm.kl_coef = 0", lambda spec: spec.algorithm.kl_coef > 0)),
+    ),
+    "engines fall asleep or wake": (
+        "an engine sleeps during each step, because both have no room on the trainer's GPU",
+        (
+            ('rollout.sleep = "auto"', lambda spec: spec.rollout.sleep == "always"),
+            LORA,
+            "another GPU for one of them",
+            "fewer, larger steps (algorithm.groups_per_batch)",
+        ),
+    ),
+    "forming the weight group": (
+        "trainer and rollout workers connect anew with each that comes or goes",
+        ("`opentinker logs JOB --level warning` names those that fail or do not answer",),
+    ),
+    "looking for rollout workers": (
+        "the first step waits until each rollout worker has said whether its engine must sleep",
+        ("`opentinker logs JOB --level warning` names those that do not answer",),
+    ),
     "loading": (
         "workers load their models when they begin with a job",
         (

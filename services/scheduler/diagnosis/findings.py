@@ -117,7 +117,8 @@ def _findings_on_rewards(values: Mapping[str, float], spec: JobSpec) -> Iterator
         if is_solved:
             yield Finding("nearly all groups are solved", "the task is learned: end the job, or set train.target")
         else:
-            what = "nearly all rewards that are compared are equal: nothing is learned from them"
+            share = "in nine of ten groups " if spec.algorithm.learns_from == "groups" else ""
+            what = f"{share}all rewards are equal: nothing is learned from them"
             yield Finding(f"{what} (reward/mean {get('reward/mean', 0.0):.3g})", unless + choices_for([spec], EASIER))
     elif get("entropy", 1.0) < 0.01 and not is_solved and not get("alarm/entropy"):
         what = f"the policy says the same each time (entropy {values['entropy']:.2g})"

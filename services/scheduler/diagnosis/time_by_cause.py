@@ -1,9 +1,10 @@
 """Attributes every second of a job's recent past to one cause, from the timeline of its workers.
 
 The trainer decides: while it computes, the time is its own. While it waits, the time belongs to what it waits for:
-generation, environments and evaluations side by side, by how many episodes are in each, unless a swap stops them all.
-If no episode is played, it belongs to frozen models, to the transfer of weights, to the loading of models, in this
-order; and to `nothing`, if no worker does anything for the job.
+generation, environments and evaluations side by side, by how many episodes are in each, unless a swap stops them all or
+a step waits for engines that must sleep.
+If no episode is played, it belongs to frozen models, to the queue for them, to the weight group and its
+transfers, to the loading of models, in this order; and to `nothing`, if no worker does anything for the job.
 """
 
 from __future__ import annotations
@@ -17,13 +18,26 @@ Cause = tuple[int, str]
 """Its place in the order, in which each hides all later ones, and its name. Those in one place share the time."""
 
 STOPPED, PLAYED = 3, 4
-"""Places of what stops the episodes of all engines, and of the episodes."""
+"""Places of what stops all engines, or a step that has its batch, and of the episodes."""
 CAUSES: dict[str, dict[str, Cause | None]] = {
-    "training": {"": (1, "training"), "checkpoint": (2, "checkpoint"), "wait": None},
-    "swap": {"": (STOPPED, "swap"), "transfer": (7, "swap"), "publish": (7, "swap")},
+    "training": {
+        "queue": (0, "waiting for other jobs' training"),
+        "": (1, "training"),
+        "checkpoint": (2, "checkpoint"),
+        "wait": None,
+    },
+    "swap": {
+        "": (STOPPED, "swap"),
+        "sleep": (STOPPED, "engines fall asleep or wake"),
+        "wake": (STOPPED, "engines fall asleep or wake"),
+        "find": (STOPPED, "looking for rollout workers"),
+        "join": (7, "forming the weight group"),
+        "transfer": (7, "swap"),
+        "publish": (7, "swap"),
+    },
     "generation": {"": (PLAYED, "generation"), "evaluation": (PLAYED, "evaluation")},
     "env": {"": (PLAYED, "environment"), "evaluation": (PLAYED, "evaluation")},
-    "reference": {"": (5, "reference")},
+    "reference": {"": (5, "reference"), "queue": (6, "waiting for frozen models")},
     "loading": {"": (8, "loading")},
 }
 """By lane and kind, with the empty kind for all others of a lane. None: a wait for something that has its own segments.

@@ -28,6 +28,7 @@ from opentinker.shared.asyncio_tools import wait_event
 from opentinker.shared.backoff import exponential_delay_s
 from opentinker.shared.messaging.subjects import WAKE
 from opentinker.shared.runtime.service import Context
+from opentinker.shared.runtime.timeline import Lanes
 from opentinker.shared.types.core import Lease, WeightVersion
 from opentinker.shared.types.errors import JobFailed, TransportError
 from opentinker.shared.types.swap import SIMULATED, SwapReply, Transport
@@ -50,13 +51,14 @@ class Publisher:
         lease: Lease,
         device: str,
         served: Callable[[WeightVersion, dict[str, float]], Awaitable[None]],
+        lanes: Lanes,
         policy: str = "",
         *,
         poll_s: float = 0.5,
         retry_s: tuple[float, float] = (2.0, 60.0),
         max_attempts: int = 5,
     ) -> None:
-        self.ctx, self.lease, self.device, self._served = ctx, lease, device, served
+        self.ctx, self.lease, self.device, self._served, self._lanes = ctx, lease, device, served, lanes
         self._poll_s, self._retry_s, self.max_attempts = poll_s, retry_s, max_attempts
         self._calls = SwapCalls(ctx, lease, policy)
         self._snapshot: SnapshotLike | None = None
@@ -111,7 +113,9 @@ class Publisher:
         that does not obey is excluded until it joins again, which wakes it; a step without room fails with a message.
         """
         async with self._moving if self._room.sleepers or not self._knows_workers else nullcontext():
-            await self._look_for_workers()
+            if not self._knows_workers:
+                with self._lanes.busy("swap", "find"):
+                    await self._look_for_workers()
             sleepers = self._room.sleepers
             try:
                 await self._tell(sleepers, "sleep")
@@ -122,9 +126,12 @@ class Publisher:
                     await self._tell(sleepers, "wake")
 
     async def _tell(self, sleepers: list[WorkerInfo], action: str) -> None:
+        if not sleepers:
+            return
         now, members = time.monotonic(), _addresses(self._members)
         excluded = {name for name, end in self._not_before.items() if now < end}
-        failures = await self._room.tell(sleepers, action, self._generation, self._load_s(), excluded)
+        with self._lanes.busy("swap", action):
+            failures = await self._room.tell(sleepers, action, self._generation, self._load_s(), excluded)
         for worker, failure in failures:
             if worker.address not in members:
                 self._back_off(worker, failure)
@@ -144,7 +151,8 @@ class Publisher:
     async def _update(self) -> None:
         wanted = await self._find_members()
         if _addresses(wanted) != _addresses(self._members):
-            await self._rebuild(wanted)
+            with self._lanes.busy("swap", "join"):
+                await self._rebuild(wanted)
         if self._has_outdated():
             await self._send()
 
@@ -177,8 +185,8 @@ class Publisher:
         return worker.ready_for(self.lease.job)
 
     def _has_outdated(self) -> bool:
-        version = None if self._snapshot is None else self._snapshot.version
-        return version is not None and any(self._loaded.get(w.address) != version for w in self._members)
+        newest = self._snapshot
+        return newest is not None and any(self._loaded.get(w.address) != newest.version for w in self._members)
 
     def _leave(self) -> None:
         group, self._group = self._group, None

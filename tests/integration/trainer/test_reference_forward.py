@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +35,7 @@ from opentinker.services.reference_forward.service import ReferenceForward
 from opentinker.services.trainer.learners.rl import RlLearner
 from opentinker.shared.config import Settings
 from opentinker.shared.messaging.bus import Bus, StreamFull
-from opentinker.shared.messaging.subjects import GROUP, SCORE
+from opentinker.shared.messaging.subjects import GROUP, SCORE, TIMELINE
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobState, WeightVersion
@@ -43,6 +44,7 @@ from opentinker.shared.types.trajectories import Group
 from tests.conftest import WAIT_S, Server, soon, until
 from tests.support.factories import make_spec, make_trajectory
 from tests.support.learning import loaded, plain_logprobs, random_groups, torch_spec
+from tests.support.scheduling import messages
 
 
 def scored(scorer: Scorer, base: Path, groups: list[Group], temperatures: list[float]) -> list[Group]:
@@ -176,6 +178,25 @@ async def test_what_a_frozen_checkpoint_said_passes_through_unscored(bus: Bus, s
         await passed(bus, job, 1)
     found = (await bus.stored(GROUP, job=job))[0].trajectories
     assert found[1] == theirs and all((t.ref_logprobs is None) == (t is found[1]) for t in found)
+
+
+async def test_groups_that_wait_for_a_pass_are_on_the_timeline(bus: Bus, store: Store, tiny: Path) -> None:
+    class Slow(Scorer):
+        def load(self, key: ModelKey) -> Any:
+            time.sleep(0.5)
+            return super().load(key)
+
+    job = await add_job(store, str(tiny))
+    parts = await messages(bus, TIMELINE, job=job, worker="reference-0")
+    await send(bus, *of_job(job, 2))
+    async with running(bus, store, make_scorer=Slow):
+        await passed(bus, job, 2)
+        await until(lambda: any(one.kind == "score" for part in parts for one in part.segments))
+    segments = [one for part in parts for one in part.segments]
+    assert {(one.lane, one.kind) for one in segments} == {("reference", "queue"), ("reference", "score")}
+    queue = min((one for one in segments if one.kind == "queue"), key=lambda one: one.start)
+    assert queue.end - queue.start > 0.45
+    await bus.purge("GROUPS", GROUP.at(job=job))
 
 
 async def test_each_policy_is_scored_by_the_model_that_it_started_from(

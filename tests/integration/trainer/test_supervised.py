@@ -19,6 +19,7 @@ from opentinker.services.trainer.data.examples import Example, Examples
 from opentinker.services.trainer.learners.base import Interrupted, NonFinite
 from opentinker.services.trainer.supervised_loop import SupervisedJob
 from opentinker.shared.asyncio_tools import cancel_and_wait
+from opentinker.shared.messaging.subjects import TIMELINE
 from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec
@@ -27,7 +28,7 @@ from opentinker.shared.types.errors import JobFailed
 from tests.conftest import WAIT_S, until
 from tests.samples.row_samples import row_spec
 from tests.support.factories import not_called
-from tests.support.scheduling import kinds
+from tests.support.scheduling import kinds, messages
 
 JOB = "j-rows"
 
@@ -140,6 +141,19 @@ async def test_epochs_use_every_row_as_often_and_say_how_many_steps_that_is(ctx:
     metrics = await points(ctx, job)
     assert sorted(metrics) == list(range(1, 9))
     assert metrics[8]["epochs"] == 3.0 and metrics[8]["rows"] == 2 and metrics[1]["data"] == student.seen[0]
+
+
+async def test_waits_for_other_jobs_of_a_shared_trainer_are_on_the_timeline(ctx: Context) -> None:
+    class Waiting(Student):
+        def step(self, batch: list[Example]) -> dict[str, float]:
+            return {**super().step(batch), "trainer/bank_wait_seconds": 0.25}
+
+    parts = await messages(ctx.bus, TIMELINE, job=JOB, worker=ctx.worker)
+    job = await prepare(ctx, Waiting(), spec_of(train={"steps": 1}), rows(4))
+    await job.run()
+    await until(lambda: any(one.kind == "queue" for part in parts for one in part.segments))
+    (queue,) = [one for part in parts for one in part.segments if one.kind == "queue"]
+    assert queue.lane == "training" and queue.end - queue.start == pytest.approx(0.25)
 
 
 async def test_rows_in_the_order_of_the_file(ctx: Context) -> None:

@@ -47,6 +47,23 @@ def test_the_transfer_of_weights_hides_no_generation_that_goes_on(kind: str) -> 
     assert seconds_by_cause(moved, 0.0, 40.0) == {"generation": 20.0, "swap": 10.0, "nothing": 10.0}
     scored = [seg("swap", kind, 0.0, 30.0), seg("reference", "score", 0.0, 30.0)]
     assert seconds_by_cause(scored, 0.0, 30.0) == {"reference": 30.0}
+    joined = [seg("swap", "join", 0.0, 8.0), seg("generation", "rollout", 0.0, 5.0)]
+    assert seconds_by_cause(joined, 0.0, 8.0) == {"generation": 5.0, "forming the weight group": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("kind", "cause"),
+    [
+        ("sleep", "engines fall asleep or wake"),
+        ("wake", "engines fall asleep or wake"),
+        ("find", "looking for rollout workers"),
+    ],
+)
+def test_a_step_that_waits_for_engines_is_not_generation(kind: str, cause: str) -> None:
+    """Requests of an engine that sleeps are still under way."""
+    found = seconds_by_cause([seg("swap", kind, 2.0, 10.0), seg("generation", "rollout", 0.0, 10.0, 8.0)], 0.0, 10.0)
+    assert found == {"generation": 2.0, cause: 8.0}
+    assert "rollout workers (resources" not in advice_on(cause, make_spec())
 
 
 def test_calls_of_evaluations_are_not_those_of_training() -> None:
@@ -71,6 +88,26 @@ def test_evaluations_are_the_work_of_an_eval_job() -> None:
     found = seconds_by_cause(played, 0.0, 10.0, is_eval=True)
     assert found == pytest.approx({"generation": 3.0, "environment turns": 5.25, "waiting for env workers": 1.75})
     assert seconds_by_cause(played, 0.0, 10.0) == {"evaluation": 10.0}
+
+
+def test_waits_for_other_jobs_are_not_the_job_s_own_work() -> None:
+    """A step in a shared trainer says at its end how long it waited; groups wait for a pass of frozen models."""
+    found = seconds_by_cause(
+        [
+            seg("training", "step", 0.0, 10.0), seg("training", "queue", 2.0, 10.0),
+            seg("reference", "queue", 9.0, 30.0), seg("reference", "score", 28.0, 32.0),
+            seg("generation", "rollout", 9.0, 12.0),
+        ],
+        0.0, 32.0,
+    )  # fmt: skip
+    assert found == pytest.approx(
+        {
+            "training": 2.0, "waiting for other jobs' training": 8.0, "generation": 2.0,
+            "waiting for frozen models": 16.0, "reference": 4.0,
+        }
+    )  # fmt: skip
+    assert 'resources.trainer = "own"' in advice_on("waiting for other jobs' training", make_spec())
+    assert "kl_coef" not in advice_on("waiting for frozen models", make_spec())
 
 
 def test_many_overlapping_segments_leave_nothing_behind() -> None:

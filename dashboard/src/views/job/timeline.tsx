@@ -28,14 +28,15 @@ const KINDS: [string, string, string][] = [
   ["turn", "--c9", "environment's turn"],
   ["step", "--c3", "training step"],
   ["wait", "--bad", "trainer waits"],
+  ["queue", "--warn", "waits for other jobs"],
   ["checkpoint", "--c8", "checkpoint"],
   ["score", "--c5", "reference"],
   ["publish", "--c2", "publish weights"],
   ["transfer", "--c7", "transfer"],
-  ["load", "--c4", "pause, load, resume"],
+  ["load", "--c4", "pause, load, resume, sleep, wake"],
   ["loading", "--dim", "model loads"],
 ];
-const COLOUR = new Map<string, string>([...KINDS.map(([kind, colour]) => [kind, colour] as const), ["pause", "--c4"], ["resume", "--c4"]]);
+const COLOUR = new Map<string, string>([...KINDS.map(([kind, colour]) => [kind, colour] as const), ...["pause", "resume", "sleep", "wake"].map((kind) => [kind, "--c4"] as const)]);
 
 export function Timeline({ job, follow }: { job: JobDetail; follow: Follow }): JSX.Element {
   const { lanes, problem } = useLanes(job, follow);

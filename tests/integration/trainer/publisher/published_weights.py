@@ -19,6 +19,7 @@ from opentinker.services.trainer.weights.publisher import Publisher
 from opentinker.shared.messaging.subjects import SWAP
 from opentinker.shared.nn.buckets import snapshot
 from opentinker.shared.runtime.service import Context
+from opentinker.shared.runtime.timeline import Lanes
 from opentinker.shared.types.core import Lease, Pool, WeightVersion
 from opentinker.shared.types.swap import SwapCommand, SwapReply
 from opentinker.shared.types.workers import WorkerInfo
@@ -44,7 +45,8 @@ class Trainer:
         self.newest = version(0)
         self.served: dict[WeightVersion, float] = {}
         lease = Lease(job=job, worker="trainer-0", incarnation="t", epoch=1, pool=Pool.TRAINER)
-        self.publisher = Publisher(ctx, lease, device, self._served, **TIMING[job] | options)
+        self.lanes = Lanes(ctx.bus, job, "trainer-0")
+        self.publisher = Publisher(ctx, lease, device, self._served, self.lanes, **TIMING[job] | options)
 
     async def _served(self, version: WeightVersion, seconds: dict[str, float]) -> None:
         self.served.setdefault(version, time.monotonic())

@@ -12,6 +12,7 @@ import pytest
 from opentinker.services.rollout_worker.engines.base import SwapError
 from opentinker.services.trainer.weights import publisher
 from opentinker.services.trainer.weights.swap_requests import SwapFailure
+from opentinker.shared.messaging.subjects import TIMELINE
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.types.errors import JobFailed
 from opentinker.shared.types.swap import SwapCommand, SwapReply
@@ -19,7 +20,7 @@ from opentinker.shared.types.workers import WorkerInfo
 from tests.conftest import WAIT_S, soon, until
 from tests.integration.trainer.publisher.published_weights import BRIEF_S, FAKE, FakeWorker, Trainer, takes, training
 from tests.support.factories import version
-from tests.support.scheduling import running
+from tests.support.scheduling import messages, running
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -39,6 +40,23 @@ async def test_engines_without_room_sleep_during_a_step_and_no_weights_move_mean
         await until(lambda: sleeper.version == version(2))
     assert sleeper.asked[before : before + 3] == ["sleep", "wake", "receive"]
     assert not {"sleep", "wake"} & {*other.asked}
+
+
+async def test_time_in_which_engines_fall_asleep_and_wake_is_on_the_timeline(ctx: Context) -> None:
+    async def take(command: SwapCommand) -> None:
+        await asyncio.sleep(0.3 if command.action == "wake" else 0.0)
+
+    sleeper = FakeWorker(ctx, "sleeper", take, sleeps=True)
+    parts = await messages(ctx.bus, TIMELINE, job=FAKE, worker="trainer-0")
+    async with running(sleeper.live()), training(ctx, FAKE, "none") as trainer:
+        await trainer.serve(1)
+        async with trainer.publisher.room_for_step():
+            pass
+        await trainer.lanes.report()
+        await until(lambda: parts)
+    (part,) = parts
+    seconds = {one.kind: one.end - one.start for one in part.segments if one.lane == "swap"}
+    assert seconds.keys() - {"find"} == {"join", "sleep", "wake"} and seconds["wake"] >= 0.3
 
 
 async def test_engines_wake_after_a_step_that_failed(ctx: Context) -> None:
