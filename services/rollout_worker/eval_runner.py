@@ -258,11 +258,12 @@ class EvalRunner:
 
 def outcome_of(episode: Episode, policy: str) -> float | None:
     """See `EvalResult.outcome`. Means are over the seats that acted or were rewarded; without such seats they are 0."""
-    if not episode.seats.has_others(policy):
-        return None
     rewards = episode.rewards
     own, others = episode.seats.split_seats(policy, rewards)
-    mine, theirs = (math.fsum(rewards[seat] for seat in seats) / max(1, len(seats)) for seats in (own, others))
+    if not others:
+        return None
+    paid = [seat for seat in rewards if seat in others]
+    mine, theirs = (math.fsum(rewards[seat] for seat in seats) / max(1, len(seats)) for seats in (own, paid))
     return 0.5 if alike([mine, theirs]) else float(mine > theirs)
 
 

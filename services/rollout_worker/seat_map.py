@@ -4,16 +4,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from opentinker.services.rollout_worker.engines.base import Engine
 from opentinker.services.rollout_worker.renderer import Renderer
 from opentinker.services.rollout_worker.url_player import UrlPlayer
 from opentinker.shared.spec import JobSpec, SeatSpec
-from opentinker.shared.spec.matches.opposition import has_rivals
+from opentinker.shared.spec.matches.opposition import Teams, opposed, opposing
 from opentinker.shared.spec.matches.pools import pool_player
-from opentinker.shared.spec.matches.seats import bots_of, opposed, player_at, rotated
+from opentinker.shared.spec.matches.seat_lists import is_pattern
+from opentinker.shared.spec.matches.seats import bots_of, player_at, rotated
 from opentinker.shared.types.core import WeightVersion
 from opentinker.shared.types.match_results import IdleSeat
 
@@ -73,8 +74,8 @@ class SeatMap:
         return self._with(rotated(list(self._seats), list(self._seats.values()), group + sample))
 
     def opposed(self, policy: str, opponent: SeatSpec, place: int) -> SeatMap:
-        """Return the seats of an evaluation of a policy, see `shared.spec.matches.seats.opposed`."""
-        changed = self._with(opposed(self._seats, policy, opponent, place))
+        """Return the seats of an evaluation of a policy, see `shared.spec.matches.opposition.opposed`."""
+        changed = self._with(opposed(self._seats, policy, opponent, place, self._teams(policy)))
         changed._opponent = opponent
         return changed
 
@@ -105,21 +106,17 @@ class SeatMap:
             return self._players.get("")
         return None if player.player is None else self._players[player.player]
 
-    def split_seats(self, policy: str, seats: Iterable[str]) -> tuple[list[str], list[str]]:
-        """Return which of these seats the policy plays, and which its opponents do: in an evaluation against one
-        opponent those that it has taken, otherwise those of other policies and pools, or all others if there are none
-        of these."""
-        own = {seat for seat in seats if (player := self.at(seat)) is not None and player.name == policy}
-        others = [seat for seat in seats if seat not in own]
-        if self._opponent is not None:
-            others = [seat for seat in others if player_at(self._seats, seat) is self._opponent]
-        elif has_rivals(self._seats, policy):
-            others = [seat for seat in others if (entry := player_at(self._seats, seat)) and not entry.is_fixed]
-        return [seat for seat in seats if seat in own], others
+    def split_seats(self, policy: str, seats: Collection[str]) -> tuple[list[str], set[str]]:
+        """Return which of these seats the policy plays, and all those of its opponents: in an evaluation against one
+        opponent those that it has taken."""
+        own = [seat for seat in seats if (player := self.at(seat)) is not None and player.name == policy]
+        if self._opponent is None:
+            return own, set(opposing(self._seats, seats, policy, self._teams(policy)))
+        return own, {seat for seat in (*seats, *self._seats) if player_at(self._seats, seat) is self._opponent}
 
-    def has_others(self, policy: str) -> bool:
-        """Return whether anybody but the policy plays a seat."""
-        return any(not policy or player.policy != policy for player in self._seats.values())
+    def _teams(self, policy: str) -> Teams:
+        player = learner_of(self._players[policy])
+        return (player.spec.algorithm.team if player else None) or {}
 
     @property
     def players(self) -> tuple[str, ...]:
@@ -147,7 +144,7 @@ class SeatMap:
         rewards = {seat: reward for seat, reward in paid.items() if seat not in acted}
         there = {player.name for seat in (*acted, *rewards) if (player := self.at(seat)) is not None}
         if len(there) == 1:
-            names = [seat for seat in self._seats if not any(sign in seat for sign in "*?[")]
+            names = [seat for seat in self._seats if not is_pattern(seat)]
             rewards |= {seat: 0.0 for seat in names if seat not in acted and seat not in rewards}
         found = {}
         for seat, reward in rewards.items():

@@ -16,7 +16,7 @@ from opentinker.services.trainer.job_reporter import JobReporter
 from opentinker.services.trainer.joint_progress import JointProgress
 from opentinker.shared.messaging.bus import Consumer, Delivery
 from opentinker.shared.messaging.subjects import GROUP, WAKE
-from opentinker.shared.spec.matches.opposition import opposition_of
+from opentinker.shared.spec.matches.opposition import Opposition
 from opentinker.shared.state.admission import Admission
 from opentinker.shared.types.core import Discard
 from opentinker.shared.types.errors import JobFailed
@@ -58,7 +58,7 @@ class Intake:
         self.ctx, self.lease, self.policy = reporter.ctx, reporter.lease, reporter.policy
         self.reporter, self.admission, self.assembler, self.joint = reporter, admission, assembler, joint
         self._step = step
-        self._opposes = opposition_of(reporter.spec, reporter.policy)
+        self._opposition = Opposition(reporter.spec, reporter.policy)
         self._consumer: Consumer[Group] | None = None
         self.arrived = asyncio.Event()
         """A group has arrived, or another policy has moved."""
@@ -115,7 +115,7 @@ class Intake:
             await self._reject(delivery.seq, group.seq, str(error))
             return
         if any(_has_others(trajectory, self.policy) for trajectory in group.trajectories):
-            group = group.of(self.policy, self._opposes)
+            group = group.of(self.policy, self._opposition.seats)
         if self.assembler.add(delivery.seq, group):
             self.arrived.set()
         if self.assembler.overfull:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from opentinker.shared.evaluation.job_ratings import JobRatings
 from opentinker.shared.spec import JobSpec
+from opentinker.shared.spec.matches.opposition import Opposition
 from opentinker.shared.spec.matches.policies import spec_of
 from opentinker.shared.spec.matches.schedules import Rule, rule_of
 from opentinker.shared.spec.tree_sampling import is_tree
@@ -93,7 +94,12 @@ class JointProgress:
         batches = {name: one.algorithm.groups_per_batch for name, one in own.items()}
         joint = cls(spec.train.steps, steps, rule_of(spec), batches)
         joint._pools = {name: pool.policy or "" for name, pool in spec.pools.items()}
-        joint.ratings = JobRatings(spec.policies, joint._pools, has_trees=is_tree(spec))
+        joint.ratings = JobRatings(
+            spec.policies,
+            joint._pools,
+            has_trees=is_tree(spec),
+            opponents={name: Opposition(one, name).names for name, one in own.items()},
+        )
         joint.rates = spec.validation is not None or bool(spec.pools)
         joint.goes_back_together = len(own) > 1 and joint.rule.trains_together and not spec.train.deterministic
         return joint

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import heapq
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from operator import itemgetter
 
 from opentinker.shared.evaluation.ratings import Rating, fit_ratings
+from opentinker.shared.spec.matches.pools import pool_player
 from opentinker.shared.types.core import WeightVersion
 from opentinker.shared.types.match_results import DRAWN, MatchResult
 
@@ -28,6 +29,8 @@ SHARED = 0.5
 Counts = tuple[float, float, float]
 """Games won, drawn and lost."""
 Results = dict[tuple[str, str], Counts]
+Opponents = Callable[[Collection[str]], Collection[str]]
+"""See `Opposition.names`."""
 Line = tuple[float, str, Results]
 """Time, evaluated player (empty: matches of training) and results."""
 NONE: Counts = (0.0, 0.0, 0.0)
@@ -47,11 +50,18 @@ def version_of(player: str) -> tuple[str, WeightVersion] | None:
 
 class JobRatings:
     def __init__(
-        self, policies: Iterable[str] = (), pools: Mapping[str, str] | None = None, *, has_trees: bool = False
+        self,
+        policies: Iterable[str] = (),
+        pools: Mapping[str, str] | None = None,
+        *,
+        has_trees: bool = False,
+        opponents: Mapping[str, Opponents] | None = None,
     ) -> None:
         """`policies`: of a job with several; `pools`: the policy whose versions are in each pool. `has_trees`: matches
-        of training do not count, since a tree goes on from the best of several candidates."""
+        of training do not count, since a tree goes on from the best of several candidates. `opponents`: by policy, who
+        may be an opponent in a match with these seats: earlier releases stored results against others too."""
         self._policies, self._pools, self._has_trees = frozenset(policies), dict(pools or {}), has_trees
+        self._opponents = dict(opponents or {})
         self._versions: dict[str, None] = {}
         """Players that are versions of policies, in the order in which they have played last."""
         self._forget_above = MAX_RATED
@@ -93,7 +103,10 @@ class JobRatings:
         found: Results = {}
         for match in () if self._has_trees else matches:
             player = version_name(policy, WeightVersion.parse(match.version))
+            opponents = self._opponents[policy](match.rewards) if policy in self._opponents else None
             for name, met in match.opponents.items():
+                if opponents is not None and self._entry_of(name) not in opponents:
+                    continue
                 games = SHARED if name in self._policies else 1.0
                 pair = player, self._player_of(name, met.version)
                 won, drawn, lost = (games * (met.outcome == one) for one in (1.0, DRAWN, 0.0))
@@ -163,7 +176,7 @@ class JobRatings:
 
     def copy(self) -> JobRatings:
         self.count_restored()
-        copied = JobRatings(self._policies, self._pools, has_trees=self._has_trees)
+        copied = JobRatings(self._policies, self._pools, has_trees=self._has_trees, opponents=self._opponents)
         copied._resumed = dict(self._resumed)
         copied._versions, copied._trained = dict(self._versions), dict(self._trained)
         copied._forget_above = self._forget_above
@@ -178,6 +191,11 @@ class JobRatings:
         if found is not None and found[0] in self._pools:
             return version_name(self._pools[found[0]], found[1])
         return name
+
+    def _entry_of(self, name: str) -> str:
+        """Return the player as [seats] names it: of a member its pool."""
+        found = version_of(name)
+        return pool_player(found[0]) if found is not None and found[0] in self._pools else name
 
     def _note(self, *players: str) -> None:
         """Note that these have played last."""

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from opentinker.shared.spec.base import SpecPart, Steps, Tokens
 from opentinker.shared.spec.matches.pools import PoolName
-from opentinker.shared.spec.matches.seat_lists import are_team
+from opentinker.shared.spec.matches.seat_lists import is_pattern, play_themselves
 from opentinker.shared.spec.matches.seats import MODEL_NAME_CHARACTERS, PLAYERS, PolicyName, SeatSpec, player_at
 from opentinker.shared.spec.serving import nothing_trained
 from opentinker.shared.types.match_results import BOT
@@ -208,7 +208,7 @@ def _opponent_mistakes(spec: JobSpec, validation: ValidationSpec) -> list[dict[s
         elif opponent.policy is not None and len(spec.policies) == 1:
             problem = "is the job's only policy, and none is evaluated against itself: name a bot or a checkpoint"
             found.append(mistake(f"validation.against.{place}.policy", opponent.policy, problem))
-    patterns = [seat for seat in spec.seats if any(sign in seat for sign in "*?[")]
+    patterns = [seat for seat in spec.seats if is_pattern(seat)]
     problem = ""
     if not spec.seats:
         problem = "needs [seats]: they say which seats the policy plays, and which its opponent"
@@ -231,9 +231,8 @@ def ambiguous_opponents(spec: JobSpec, there: Sequence[str]) -> list[Mistake]:
     for name, algorithm in tables.items():
         mine = [seat for seat, player in players.items() if (player.policy if player else "") == name]
         others = {seat: player for seat, player in players.items() if seat not in mine}
-        is_team = are_team(algorithm.team or {}, mine)
         are_fixed = all(player is not None and player.is_fixed for player in others.values())
-        if len(mine) > 1 and others and are_fixed and not is_team and validation.opponents_of(name):
+        if others and are_fixed and play_themselves(algorithm.team or {}, mine) and validation.opponents_of(name):
             who = f"policy {name!r}" if name else "the policy"
             problem = (
                 f"would take {', '.join(map(repr, others))}, while {who} plays {', '.join(map(repr, mine))} against "

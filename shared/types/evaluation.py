@@ -68,7 +68,7 @@ class EvalResult(msgspec.Struct, frozen=True, kw_only=True):
     """Reward by seat, of every seat that acted or was rewarded, bots included."""
     outcome: float | None = None
     """1 for a win, 0.5 for a draw, 0 for a loss: whether the policy's seats earned more on average than those of its
-    opponent, or than all others if none was named. None without other seats."""
+    opponent or, if none was named, of all its opponents (`spec.matches.opposition`). None without an opponent."""
     components: dict[str, float] = {}
     """Parts of the reward, summed over turns; mean over the policy's seats."""
     metrics: dict[str, float] = {}

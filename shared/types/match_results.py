@@ -20,8 +20,9 @@ FILE = "matches.jsonl"
 BOT = "bot:"
 """Begins the name of a scripted player, which may be called as a policy is."""
 DRAWN = 0.5
-Opposes = Callable[[str, set[str]], bool]
-"""Says of a player, by its name in results, whether it is an opponent of a policy that plays these seats of a match."""
+Opposing = Callable[[Mapping[str, str]], Mapping[str, str]]
+"""Returns the seats of a policy's opponents in a match, with their players (BOT and the name of a scripted one), by who
+plays the seats of models."""
 ROUNDING = 1e-12
 """Rewards that are nearer to each other, absolutely or relatively, are equal."""
 
@@ -74,11 +75,6 @@ def alike(rewards: Sequence[float]) -> bool:
     return math.isclose(min(rewards), max(rewards), rel_tol=ROUNDING, abs_tol=ROUNDING)
 
 
-def anybody(player: str, own: set[str]) -> bool:
-    """Return True: all others are opponents."""
-    return True
-
-
 def match_of(
     policy: str,
     group: int,
@@ -88,16 +84,20 @@ def match_of(
     *,
     rewards: Mapping[str, float],
     bots: Mapping[str, float],
-    opposes: Opposes = anybody,
+    opposing: Opposing | None = None,
 ) -> MatchResult | None:
     """Return the result of a policy; None if it has no seat. `acted`: player, seat and weights of each view of the
-    match; `rewards`: of their seats; `idle`, `bots`: see `Trajectory`; `opposes`: which of the others count."""
+    match; `rewards`: of their seats; `idle`, `bots`: see `Trajectory`; `opposing`: which seats of
+    others count; None: all."""
     rewards = {**rewards, **{seat: one.reward for seat, one in idle.items()}}
+    played = [*acted, *((one.policy, seat, one.version) for seat, one in idle.items())]
+    against = None if opposing is None else opposing({seat: player for player, seat, _ in played})
     seats: dict[str, set[str]] = {}
     versions: dict[str, list[WeightVersion]] = {}
-    for player, seat, version in (*acted, *((one.policy, seat, one.version) for seat, one in idle.items())):
-        seats.setdefault(player, set()).add(seat)
-        versions.setdefault(player, []).append(version)
+    for player, seat, version in played:
+        if player == policy or against is None or seat in against:
+            seats.setdefault(player, set()).add(seat)
+            versions.setdefault(player, []).append(version)
     if policy not in seats:
         return None
     means = {player: math.fsum(rewards[seat] for seat in own) / len(own) for player, own in seats.items()}
@@ -105,8 +105,8 @@ def match_of(
     met = {
         name: Opponent(outcome=_outcome(mine, mean), version=str(min(versions[name]))) for name, mean in means.items()
     }
-    met |= {f"{BOT}{name}": Opponent(outcome=_outcome(mine, mean)) for name, mean in bots.items()}
-    met = {name: one for name, one in met.items() if opposes(name, seats[policy])}
+    scripted = {f"{BOT}{name}": Opponent(outcome=_outcome(mine, mean)) for name, mean in bots.items()}
+    met |= {name: one for name, one in scripted.items() if against is None or name in against.values()}
     own = str(min(versions[policy]))
     return MatchResult(group=group, sample=sample, version=own, rewards=rewards, opponents=met)
 

@@ -13,15 +13,7 @@ import msgspec
 import numpy as np
 
 from opentinker.shared.types.core import F32, I32, U8, Ending, Message, StopReason, WeightVersion
-from opentinker.shared.types.match_results import (
-    IdleSeat,
-    MatchResult,
-    Opposes,
-    alike,
-    anybody,
-    count_outcomes,
-    match_of,
-)
+from opentinker.shared.types.match_results import IdleSeat, MatchResult, Opposing, alike, count_outcomes, match_of
 from opentinker.shared.types.pools import Outcomes
 
 
@@ -258,10 +250,10 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     def key(self) -> str:
         return f"{self.job}/{self.seq}"
 
-    def of(self, policy: str, opposes: Opposes = anybody) -> Group:
+    def of(self, policy: str, opposing: Opposing | None = None) -> Group:
         """Return what this policy played, with the rewards of the other seats, the versions of the other players, who
         won, and what they played in the episodes that people may read; without trajectories if it had no turn.
-        `opposes`: which other players are its opponents."""
+        `opposing`: the seats of its opponents; None: all others are."""
         own = [t for t in self.trajectories if t.policy == policy]
         others = [t for t in self.trajectories if t.policy != policy]
         versions: dict[str, list[WeightVersion]] = {}
@@ -273,11 +265,11 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
             rewards_of_all=self.totals,
             opponents={name: min(seen) for name, seen in versions.items()},
             newest_opponents={name: max(seen) for name, seen in versions.items()},
-            matches=self._matches(policy, opposes),
+            matches=self._matches(policy, opposing),
             others=[other for other in others if other.transcript is not None],
         )
 
-    def _matches(self, policy: str, opposes: Opposes) -> list[MatchResult]:
+    def _matches(self, policy: str, opposing: Opposing | None) -> list[MatchResult]:
         """Return the results of a policy. A sample is won if the policy's seats earned more on average than the
         opponent's, and drawn if equal, also where the game was over before one of them had a turn."""
         played: dict[int, list[Trajectory]] = {}
@@ -288,7 +280,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
             acted = [(view.policy, view.seat, view.oldest) for view in views]
             idle, bots = views[0].idle, views[0].bots
             rewards = totals[index]
-            found.append(match_of(policy, self.seq, index, acted, idle, rewards=rewards, bots=bots, opposes=opposes))
+            found.append(match_of(policy, self.seq, index, acted, idle, rewards=rewards, bots=bots, opposing=opposing))
         return [match for match in found if match is not None and match.opponents]
 
     @property

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -17,7 +18,9 @@ from opentinker.shared.messaging.subjects import ENV_CHECK, SANDBOX_CHECK, SERVE
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import EnvironmentSpec, JobSpec, ValidationSpec
 from opentinker.shared.spec.evaluation import ambiguous_opponents
-from opentinker.shared.spec.matches.seats import SeatTable, bots_of, mistakes_in_seats, opposed
+from opentinker.shared.spec.matches.opposition import opposed
+from opentinker.shared.spec.matches.policies import spec_of
+from opentinker.shared.spec.matches.seats import SeatSpec, SeatTable, bots_of, mistakes_in_seats
 from opentinker.shared.spec.tree_sampling import is_tree
 from opentinker.shared.types.codec import WireError
 from opentinker.shared.types.core import Pool
@@ -74,7 +77,10 @@ async def check_environment(
         mistakes = mistakes + wrong
     validation = _validation(data, spec)
     if table is not None and validation is not None:
-        mistakes = mistakes + await _of_evaluations(ctx, check, table, validation, [*known, *mistakes], tenant)
+        policy = next(iter(table.policies), "")
+        teams = spec_of(spec, policy).algorithm.team if spec else None
+        opposed_by = partial(opposed, table.seats, policy, teams=teams)
+        mistakes = mistakes + await _of_evaluations(ctx, check, opposed_by, validation, [*known, *mistakes], tenant)
     if spec is not None and not any(mistake["field"].startswith("seats") for mistake in mistakes):
         mistakes = mistakes + await asyncio.to_thread(ambiguous_opponents, spec, seats)
     return EnvironmentCheck(check, True, mistakes, seats)
@@ -120,10 +126,16 @@ async def describe(ctx: Context, name: str, tenant: str) -> EnvAbout:
 
 
 async def _of_evaluations(
-    ctx: Context, check: EnvCheck, table: SeatTable, validation: ValidationSpec, known: Mistakes, tenant: str
+    ctx: Context,
+    check: EnvCheck,
+    opposed_by: Callable[[SeatSpec], Mapping[str, SeatSpec]],
+    validation: ValidationSpec,
+    known: Mistakes,
+    tenant: str,
 ) -> Mistakes:
-    """Check the config overrides of evaluations, and the bots that they are played against. `known`: mistakes in the
-    environment and [seats], which are not reported again."""
+    """Check the config overrides of evaluations, and the bots that they are played against. `opposed_by`: returns the
+    players of an evaluation against one, blocking; `known`: mistakes in the environment and [seats], which are not
+    reported again."""
     fields = {one["field"] for one in known}
     if "environment.name" in fields:
         return []
@@ -138,7 +150,7 @@ async def _of_evaluations(
     for place, opponent in enumerate(validation.against):
         if opponent.bot is None:
             continue
-        seats = bots_of(opposed(table.seats, next(iter(table.policies), ""), opponent))
+        seats = bots_of(await asyncio.to_thread(opposed_by, opponent))
         theirs = {f"seats.{seat}.bot" for seat, bot in seats.items() if bot == opponent.bot}
         reply = await ask(ctx, msgspec.structs.replace(own, bots=seats), tenant)
         errors = [] if reply is None else reply.errors

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Annotated, Any
 
@@ -38,6 +38,15 @@ def are_team(teams: Mapping[str, list[str]], seats: Iterable[str]) -> bool:
     return len(found) == 1 and None not in found
 
 
+def play_themselves(teams: Mapping[str, list[str]], seats: Collection[str]) -> bool:
+    """Return whether a policy that plays these seats plays against itself: several that are no team."""
+    return len(seats) > 1 and not are_team(teams, seats)
+
+
+def is_pattern(seat: str) -> bool:
+    return any(sign in seat for sign in "*?[")
+
+
 def settle_lists(field: str, lists: Mapping[str, list[str]]) -> list[dict[str, Any]]:
     """Return the entries that stand in two places, and the lists that can never hold two seats; or that there are more
     entries than MAX_ENTRIES."""
@@ -51,7 +60,7 @@ def settle_lists(field: str, lists: Mapping[str, list[str]]) -> list[dict[str, A
                 where = "twice" if first[entry] == name else f"and in {field}.{first[entry]}"
                 found.append(mistake(f"{field}.{name}", entry, f"names this seat {where}"))
             first.setdefault(entry, name)
-        if len(entries) == 1 and not any(sign in entries[0] for sign in "*?["):
+        if len(entries) == 1 and not is_pattern(entries[0]):
             problem = "names one seat alone: two or more, or a pattern, e.g. 'player_*'"
             found.append(mistake(f"{field}.{name}", entries, problem))
     return found

@@ -14,6 +14,7 @@ from opentinker.shared.security.egress import Egress, EgressRefused
 from opentinker.shared.spec.algorithm_parts import GROUP_BASELINES
 from opentinker.shared.spec.base import Count, SpecPart
 from opentinker.shared.spec.matches.pools import PoolName, pool_player, pools_in
+from opentinker.shared.spec.matches.seat_lists import is_pattern
 from opentinker.shared.spec.model import ModelSpec
 from opentinker.shared.spec.start import SavedCheckpoint
 from opentinker.shared.types.mistakes import (
@@ -312,18 +313,6 @@ def rotated(seats: Sequence[str], players: Sequence[SeatSpec], by: int) -> dict[
     return {seat: players[(place - by) % len(players)] for place, seat in enumerate(seats)}
 
 
-def opposed(seats: Mapping[str, SeatSpec], policy: str, opponent: SeatSpec, place: int = 0) -> dict[str, SeatSpec]:
-    """Return the players of an evaluation of a policy: the opponent takes the seats of other policies and of pools and,
-    where there are none, every seat that the policy does not play. A policy that plays all of them keeps one, by
-    `place`."""
-    mine = [seat for seat, player in seats.items() if policy and player.policy == policy]
-    if len(mine) == len(seats):
-        mine = [mine[place % len(mine)]]
-    others = [seat for seat in seats if seat not in mine]
-    changing = [seat for seat in others if not seats[seat].is_fixed]
-    return {seat: opponent if seat in (changing or others) else player for seat, player in seats.items()}
-
-
 def seat_mistakes(spec: JobSpec) -> list[Mistake]:
     found = []
     for seat, player in spec.seats.items():
@@ -357,7 +346,7 @@ def _too_many(spec: JobSpec) -> list[Mistake]:
 
 
 def _rotation_mistakes(spec: JobSpec) -> list[Mistake]:
-    patterns = [seat for seat in spec.seats if any(sign in seat for sign in "*?[")]
+    patterns = [seat for seat in spec.seats if is_pattern(seat)]
     if not spec.policies or patterns or len(spec.seats) < 2:
         problem = "needs [policies], and [seats] with two seats or more, each by its own name"
         return [mistake("match.rotate", True, problem)]

@@ -146,7 +146,7 @@ async def test_a_seat_is_played_by_the_member_of_its_group(tmp_path: Path) -> No
         player, own = seats.at("seat_past"), seats.at("another")
         assert isinstance(player, LoadedPolicy) and own is not None and seats.named(f"past@{NEW}") is player
         assert (player.name, player.is_frozen, own.name) == (f"past@{NEW}", True, "")
-        assert seats.split_seats("", ["another", "seat_past"]) == (["another"], ["seat_past"])
+        assert seats.split_seats("", ["another", "seat_past"]) == (["another"], {"seat_past"})
     unnamed = bench.seats.at("seat_past")
     assert unnamed is not None and unnamed.name == "past@", "other groups are not concerned"
     assert bench.seats.against({}) is bench.seats

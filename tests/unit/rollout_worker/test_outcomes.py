@@ -13,6 +13,7 @@ from opentinker.services.rollout_worker.eval_runner import EvalRunner, outcome_o
 from opentinker.services.rollout_worker.seat_map import LoadedPolicy, SeatMap
 from opentinker.shared.evaluation.records import Evaluations
 from opentinker.shared.spec import JobSpec, parse_spec
+from opentinker.shared.spec.matches.policies import spec_of
 from opentinker.shared.types.core import Ending, WeightVersion
 from opentinker.shared.types.evaluation import EvalEpisode
 from opentinker.shared.types.trajectories import Span
@@ -31,7 +32,7 @@ GAME: dict[str, Any] = {
 
 
 def loaded(spec: JobSpec) -> list[LoadedPolicy]:
-    return [LoadedPolicy(name, spec, None, None) for name in spec.policies or ("",)]  # type: ignore[arg-type]
+    return [LoadedPolicy(name, spec_of(spec, name), None, None) for name in spec.policies or ("",)]  # type: ignore[arg-type]
 
 
 def runner_of(spec: JobSpec, policy: str) -> EvalRunner:
@@ -86,6 +87,40 @@ def test_a_judge_is_nobody_s_opponent_where_the_players_of_the_seats_play(judge:
         assert outcome_of(episode, "a") == outcome
     won: Any = SimpleNamespace(rewards={"first": 1.0, "judge": 2.0}, seats=seated)
     assert outcome_of(won, "a") == 1.0, "the opponent earned nothing"
+
+
+@pytest.mark.parametrize("against", [[], [{"bot": "random"}]])
+def test_a_teammate_is_no_opponent(against: list[Any]) -> None:
+    us = {"algorithm": {"team": {"us": ["one", "two"]}}}
+    spec = parse_spec({**GAME, "environment": {"name": "debate"}, "policies": {"a": us, "b": us},
+                       "seats": {"one": "a", "two": "b", "enemy": {"bot": "perfect"}},
+                       "validation": {"every": 5, "against": against}})  # fmt: skip
+    assert spec.validation is not None
+    seated = SeatMap(spec, loaded(spec))
+    for opponent in spec.validation.opponents_of("a"):
+        seated = seated.opposed("a", opponent, 0)
+    for enemy, outcome in ((-2.0, 1.0), (1.0, 0.5), (3.0, 0.0)):
+        episode: Any = SimpleNamespace(rewards={"one": 1.0, "two": 1.0, "enemy": enemy}, seats=seated)
+        assert outcome_of(episode, "a") == outcome
+
+
+@pytest.mark.parametrize(("team", "outcome"), [(None, None), (["first", "second"], 0.0), (["first", "judge"], None)])
+def test_a_policy_that_plays_itself_does_not_play_the_judge(team: list[str] | None, outcome: float | None) -> None:
+    own = {"algorithm": {"team": {"us": team}}} if team else {}
+    seats = {"first": "a", "second": "a", "judge": {"frozen": "j-0123456789@7"}}
+    spec = parse_spec({**GAME, "environment": {"name": "debate"}, "policies": {"a": own}, "seats": seats,
+                       "validation": {"every": 5}})  # fmt: skip
+    players = [*loaded(spec), LoadedPolicy("j-0123456789@7", spec, None, None, True)]  # type: ignore[arg-type]
+    for rewards in ({"first": 1.0, "second": -1.0, "judge": 1.0}, {"first": 1.0, "judge": 2.0}):
+        episode: Any = SimpleNamespace(rewards=rewards, seats=SeatMap(spec, players))
+        assert outcome_of(episode, "a") == outcome
+
+
+@pytest.mark.parametrize("enemies", ["enemy", "enemy_*"])
+def test_seats_of_an_opponent_that_earned_nothing_may_have_a_pattern(enemies: str) -> None:
+    spec = parse_spec({**GAME, "policies": {}, "seats": {enemies: {"bot": "random"}}, "validation": None})
+    episode: Any = SimpleNamespace(rewards={"first": 1.0}, seats=SeatMap(spec, loaded(spec)))
+    assert outcome_of(episode, "") == 1.0
 
 
 def test_kept_episodes_are_shared_among_opponents() -> None:

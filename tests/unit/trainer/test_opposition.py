@@ -1,5 +1,5 @@
-"""Opponents in matches of training: bots, checkpoints and models behind URLs are none beside other policies and pools,
-because their seats may be neutral, such as a judge's."""
+"""Opponents in matches of training: teammates are none, nor are bots, checkpoints and models behind URLs beside other
+policies and pools, because their seats may be neutral, such as a judge's."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from opentinker.services.trainer.batch.assembler import Assembler
 from opentinker.services.trainer.intake import Intake
+from opentinker.services.trainer.joint_progress import JointProgress
 from opentinker.shared.evaluation.job_ratings import JobRatings
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.matches.policies import spec_of
@@ -105,6 +106,73 @@ async def test_fixed_players_are_opponents_where_nobody_else_can_be(
     group = played({seat: player.player for seat, player in named.items() if player.player is not None}, bots)
     matches: list[MatchResult] = (await taken(spec, "p", group)).matches
     assert {name for match in matches for name in match.opponents} == met
+
+
+def team_game(seats: dict[str, Any], **changes: Any) -> JobSpec:
+    """`one` and `two` are a team."""
+    us = {"algorithm": {"team": {"us": ["one", "two"]}}}
+    named = [player for player in seats.values() if isinstance(player, str)]
+    pools = {"pools": POOLS} if {"pool": "past"} in seats.values() else {}
+    return make_spec(
+        environment={"name": "game"},
+        policies=dict.fromkeys(named, us),
+        seats=seats,
+        train={"steps": 3},
+        **changes,
+        **pools,
+    )
+
+
+BOT: dict[str, Any] = {"bot": "random"}
+
+
+@pytest.mark.parametrize(
+    ("seats", "met"),
+    [
+        ({"one": "p", "two": "q", "enemy": BOT}, {"bot:random"}),
+        ({"one": "p", "two": "q", "enemy": FROZEN}, {CHECKPOINT}),
+        ({"one": "p", "two": {"pool": "past"}, "enemy": BOT}, {"bot:random"}),
+        ({"one": "p", "two": BOT, "enemy": FROZEN}, {CHECKPOINT}),
+        ({"one": "p", "two": BOT, "enemy": "q"}, {"q"}),
+        ({"one": "p", "two": "q", "enemy": "r", "judge": BOT}, {"r"}),
+        ({"one": "p", "two": "q"}, set()),
+    ],
+)
+async def test_teammates_are_no_opponents(seats: dict[str, Any], met: set[str]) -> None:
+    spec = team_game(seats)
+    names = {seat: "past@0.0" if player.pool else player.player for seat, player in spec.seats.items()}
+    group = played(
+        {seat: name for seat, name in names.items() if name}, {"random": -2.0} if BOT in seats.values() else {}
+    )
+    matches = (await taken(spec, "p", group)).matches
+    assert {name for match in matches for name in match.opponents} == met
+    assert all(one.outcome == 1.0 for match in matches for one in match.opponents.values())
+
+
+async def test_only_its_seats_outside_the_team_make_a_policy_an_opponent() -> None:
+    spec = team_game({"one": "p", "two": "q", "enemy": "q"})
+    views = [("one", "p", 1.0), ("two", "q", 9.0), ("enemy", "q", -1.0)]
+    group = group_of([make_trajectory(index=0, seat=seat, policy=name, reward=paid) for seat, name, paid in views])
+    (match,) = (await taken(spec, "p", group)).matches
+    assert match.opponents["q"].outcome == 1.0
+
+
+@pytest.mark.parametrize(
+    ("players", "met"),
+    [
+        ({"one": "p", "two": "q"}, {"bot:random"}),
+        ({"two": "p", "enemy": "q"}, {"q"}),  # beside the bot
+        ({"enemy": "p", "one": "q"}, {"q"}),
+    ],
+)
+async def test_players_that_rotate_change_teams(players: dict[str, str], met: set[str]) -> None:
+    batch = {"algorithm": {"group_size": 6}, "match": {"rotate": True}}
+    spec = team_game({"one": "p", "two": "q", "enemy": BOT}, **batch)
+    (match,) = (await taken(spec, "p", played(players, {"random": -2.0}))).matches
+    assert match.opponents.keys() == met
+    ratings = JointProgress.of(spec).ratings
+    ratings.add_matches("p", [match])
+    assert len(ratings.results()) == len(met)
 
 
 async def test_the_job_s_one_policy_has_the_fixed_player_as_its_opponent() -> None:

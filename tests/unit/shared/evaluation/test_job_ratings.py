@@ -86,6 +86,40 @@ def test_a_model_behind_a_url_may_be_named_as_a_policy_or_a_pool_is(url_player: 
         assert ratings.copy().rate(f"{policy}@2.4", {url_player: EVEN}, url_player) is not None
 
 
+NEUTRAL: list[dict[str, Any]] = [
+    {"seats": {"first": "p", "second": "q", "judge": {"bot": "random"}}},
+    {"seats": {"first": "p", "second": "q", "enemy": "r"}, "team": ["first", "second"]},
+    {"seats": {"first": "p", "second": "p", "judge": {"bot": "random"}}},
+]
+
+
+@pytest.mark.parametrize(("job", "met"), zip(NEUTRAL, ("q", "r", None), strict=True))
+def test_results_against_neutral_players_and_teammates_that_an_earlier_release_stored_do_not_count(
+    job: dict[str, Any], met: str | None, tmp_path: Path
+) -> None:
+    own = {"algorithm": {"team": {"us": job["team"]}}} if "team" in job else {}
+    names = [player for player in job["seats"].values() if isinstance(player, str)]
+    spec = make_spec(
+        environment__name="game", policies=dict.fromkeys(names, own), seats=job["seats"], train={"steps": 3}
+    )
+    others = {name: "1.1" for name in names if name != "p"} | ({} if "team" in job else {BOT: ""})
+    stored = [
+        msgspec.structs.replace(one, rewards={"first": 1.0, "second": 1.0}) for one in matches("1.1", 1, 0, 0, **others)
+    ]
+    line = {"epoch": 1, "step": 2, "time": 0.0, "matches": msgspec.to_builtins(stored)}
+    (tmp_path / "matches.jsonl").write_bytes(orjson.dumps(line) + b"\n")
+
+    async def event(*_: Any) -> None: ...
+
+    bus: Any = SimpleNamespace(on_reconnect=set())
+    ratings = JointProgress.of(spec).ratings
+    Evaluations(bus, "j", tmp_path, event, event, "p", ratings).restore({1: 0}, 2)
+    counted = {("p@1.1", f"{met}@1.1"): (0.5, 0, 0)} if met else {}
+    assert ratings.results() == counted
+    ratings.copy().add_matches("p", stored)
+    assert ratings.results() == counted
+
+
 @pytest.mark.parametrize("anchor", ["", BOT])
 def test_members_of_a_long_job_keep_their_ratings(anchor: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that met the initial weights, or the last version that met the bot, have not played for long. Each step

@@ -9,6 +9,7 @@ import pytest
 
 from opentinker.shared.spec import JobSpec, SeatSpec, parse_spec
 from opentinker.shared.spec.evaluation import OpponentSpec
+from opentinker.shared.spec.matches.opposition import opposed
 from opentinker.shared.spec.matches.policies import frozen_spec_of
 from opentinker.shared.spec.matches.seat_lists import MAX_ENTRIES, list_of
 from opentinker.shared.spec.matches.seats import (
@@ -18,7 +19,6 @@ from opentinker.shared.spec.matches.seats import (
     bots_of,
     frozen_in,
     mistakes_in_seats,
-    opposed,
     player_at,
     rotated,
     urls_in,
@@ -69,6 +69,15 @@ def test_fixed_players_keep_their_seats_where_the_opponent_has_others(other: Sea
     for judge in (SeatSpec(bot="dealer"), SeatSpec(frozen="j-0123456789@1")):
         players = {**seats(x="a"), "y": other, "judge": judge}
         assert opposed(players, "a", bot) == {"x": SeatSpec(policy="a"), "y": bot, "judge": judge}
+
+
+def test_a_teammate_keeps_its_seat_in_evaluations() -> None:
+    bot, enemy = OpponentSpec(bot="random"), SeatSpec(bot="dealer")
+    players, us = {**seats(x="a", y="b"), "z": enemy}, {"us": ["x", "y"]}
+    assert opposed(players, "a", bot, teams=us) == {**players, "z": bot}
+    assert opposed({**players, "z": SeatSpec(policy="c")}, "a", bot, teams=us) == {**players, "z": bot}
+    alone = {"x": SeatSpec(policy="a"), "y": bot}
+    assert opposed(seats(x="a", y="b"), "a", bot, teams=us) == alone, "nobody else can be replaced"
 
 
 def test_no_policy_is_evaluated_against_itself() -> None:
