@@ -26,7 +26,7 @@ from opentinker.shared.types.errors import Conflict, NotFound
 from opentinker.shared.types.sweeps import SweepProgress, SweepRecord, SweepState, SweepSummary, Trial, Undelivered
 
 ACTIVE = "sweeps:active"
-JSON_FIELDS = ("table", "base", "progress", "tags", "undelivered")
+JSON_FIELDS = ("table", "base", "uses", "progress", "tags", "undelivered")
 SUMMARY_FIELDS = [name for name in SweepSummary.__struct_fields__ if name != "id"]
 T = TypeVar("T", bound=SweepSummary)
 
@@ -155,12 +155,11 @@ class SweepStore:
         """Return ids of sweeps that run, or whose jobs are still to be cancelled."""
         return sorted(await self._redis.smembers(ACTIVE))
 
-    async def active_documents(self) -> dict[str, str]:
-        """Return what these were made of, as JSON: their tables and the specs of their jobs."""
+    async def active_uses(self) -> dict[str, list[str]]:
+        """Return the versions of uploads and checkpoints that their jobs name; none of sweeps of an older release."""
         ids = await self.active()
-        keys = [f"sweep:{id}" for id in ids]
-        tables, bases = [await read_field(self._redis, keys, field) for field in ("table", "base")]
-        return {id: f"{table}{base}" for id, table, base in zip(ids, tables, bases, strict=True)}
+        texts = await read_field(self._redis, [f"sweep:{id}" for id in ids], "uses")
+        return {id: orjson.loads(text or "[]") for id, text in zip(ids, texts, strict=True)}
 
     async def is_active(self, id: str) -> bool:
         """Return whether a sweep runs, or has jobs that are still to be cancelled."""

@@ -157,4 +157,6 @@ class SweepRecord(SweepSummary, frozen=True, kw_only=True):
     """[sweep] with its defaults."""
     base: dict[str, Any]
     """Spec of its jobs, as it was submitted: later changes of labels are in the fields above."""
+    uses: list[str] = []
+    """Versions of uploaded environments and checkpoints that its jobs name, as they were found at its submission."""
     undelivered: list[Undelivered] = []

@@ -33,7 +33,7 @@ from opentinker.services.scheduler.artifacts import checkpoint_dir
 from opentinker.services.scheduler.artifacts.catalog import ArtifactCatalog, key_of
 from opentinker.services.scheduler.artifacts.checkpoint_dir import CheckpointView
 from opentinker.services.scheduler.artifacts.history import delete_history, write_history
-from opentinker.services.scheduler.artifacts.retention import DAY_S, CheckpointMetrics, Rule, used_by
+from opentinker.services.scheduler.artifacts.retention import DAY_S, CheckpointMetrics, Rule, steps_of, used_by
 from opentinker.services.scheduler.artifacts.store import (
     CorruptCheckpoint,
     DirectoryStore,
@@ -118,7 +118,10 @@ class Archiver:
         active = await self.store.active_jobs()
         begun = [id for job in active if job.epoch > 0 for id in job.artifact_ids]
         await self.index.open(*begun, leader=self.leader)
-        in_use = used_by(active, (await self._sweeps.active_documents()).values())
+        in_use = used_by(active)
+        for uses in (await self._sweeps.active_uses()).values():
+            for id, steps in steps_of(uses).items():
+                in_use.setdefault(id, set()).update(steps)
         ending = set(await self.store.ending_jobs())
         for job in await self.store.jobs(await self.index.opened()):
             with _retried_later(job=job.id):

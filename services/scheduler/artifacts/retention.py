@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Any, TypeGuard
 import orjson
 
 from opentinker.services.scheduler.artifacts.checkpoint_dir import CheckpointView
-from opentinker.shared.spec.start import SAVED
 from opentinker.shared.state.artifacts import ArtifactEntry, TrainingEvaluation
 from opentinker.shared.types.core import JobRecord
 from opentinker.shared.types.manifest import Manifest
@@ -23,8 +21,6 @@ DAY_S = 86_400.0
 EVALUATION = "val/"
 """Prefix of the metrics of evaluations."""
 EVALUATIONS = "validation.jsonl"
-QUOTED = re.compile(f'"{SAVED.pattern}"')
-"""A checkpoint in a JSON document."""
 MAX_FILES = 10_000
 """Files of evaluations whose state is remembered."""
 
@@ -87,24 +83,25 @@ class Rule:
         return said + (f", until {days:g} day{'s' if days != 1 else ''} after its end" if days is not None else "")
 
 
-def used_by(active: Iterable[JobRecord], sweeps: Iterable[str] = ()) -> dict[str, set[int]]:
-    """Steps by job that jobs which are not over begin with, serve or play against, and those that `sweeps` name: the
-    documents of sweeps whose jobs may still be to come."""
-    found: dict[str, set[int]] = {}
-    for name in [match[0].strip('"') for document in sweeps for match in QUOTED.finditer(document)]:
-        source, _, step = name.partition("@")
-        if step.isdigit():
-            found.setdefault(source, set()).add(int(step))
+def used_by(active: Iterable[JobRecord]) -> dict[str, set[int]]:
+    """Steps by job that jobs which are not over begin with, serve or play against."""
+    used: list[str] = []
     for job in active:
         start, serving = job.spec.get("start") or {}, job.spec.get("serving") or {}
         starts = [policy.get("start") or {} for policy in job.spec.get("policies", {}).values()]
         names = [named.get("from", "") for named in (start, *starts, *serving.get("adapters", []))]
         players = [*job.spec.get("seats", {}).values(), *(job.spec.get("validation") or {}).get("against", [])]
-        names += [player.get("frozen") or "" for player in players]
-        for name in names:
-            source, _, step = name.partition("@")
-            if step.isdigit():
-                found.setdefault(source, set()).add(int(step))
+        used += [*names, *(player.get("frozen") or "" for player in players)]
+    return steps_of(used)
+
+
+def steps_of(names: Iterable[str]) -> dict[str, set[int]]:
+    """Steps by job of the checkpoints among these names."""
+    found: dict[str, set[int]] = {}
+    for name in names:
+        source, _, step = name.partition("@")
+        if step.isdigit():
+            found.setdefault(source, set()).add(int(step))
     return found
 
 

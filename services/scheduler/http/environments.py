@@ -99,7 +99,7 @@ class EnvironmentsApi:
     async def _used(self) -> set[str]:
         """Digests of the packages that jobs play which are not over, and those of sweeps that are still to come."""
         names = [str(job.spec.get("environment", {}).get("name", "")) for job in await self.ctx.store.active_jobs()]
-        names += [name for document in (await self._sweeps.active_documents()).values() for name in _exact_in(document)]
+        names += [name for uses in (await self._sweeps.active_uses()).values() for name in uses]
         return {uploads.parse(name).digest for name in names if uploads.is_upload(name)}
 
     async def _receive(self, request: web.Request, file: Any) -> None:
@@ -189,16 +189,11 @@ class EnvironmentsApi:
         if used:
             jobs = ", ".join(job.id for job in used[:5])
             raise Conflict(f"{len(used)} unfinished jobs use it: {jobs}; cancel them first")
-        for sweep, document in (await self._sweeps.active_documents()).items():
-            if _exact_in(document) & going and await self._sweeps.tenant(sweep) == tenant:
+        for sweep, uses in (await self._sweeps.active_uses()).items():
+            if going & set(uses) and await self._sweeps.tenant(sweep) == tenant:
                 raise Conflict(f"sweep {sweep} (running) uses it; cancel it first")
         gone = await asyncio.to_thread(self._uploads.delete, tenant, name, version or None)
         return json_response({"name": name, "deleted": [v.version for v in gone]})
-
-
-def _exact_in(document: str) -> set[str]:
-    """Return the versions of uploads that a JSON document names as jobs keep them."""
-    return set(re.findall(rf'"(upload:{uploads.NAME}@[0-9]+\+[0-9a-f]{{20}})"', document))
 
 
 async def _part(request: web.Request) -> bytes:

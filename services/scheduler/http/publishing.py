@@ -18,7 +18,7 @@ from opentinker.services.scheduler.artifacts import checkpoint_dir
 from opentinker.services.scheduler.artifacts.archiver import Archiver
 from opentinker.services.scheduler.artifacts.artifacts_api import step_of
 from opentinker.services.scheduler.artifacts.history import delete_history
-from opentinker.services.scheduler.artifacts.retention import used_by
+from opentinker.services.scheduler.artifacts.retention import steps_of, used_by
 from opentinker.services.scheduler.artifacts.store import StoreUnavailable
 from opentinker.services.scheduler.http.auth import may_see, principal_of, tenant_of
 from opentinker.services.scheduler.http.errors import Body, json_response, parsed, read_json
@@ -210,8 +210,8 @@ class PublishingApi:
         for other in await self.store.active_jobs():
             if used_by([other]).get(job.id, set()) & set(steps):
                 raise Conflict(f"job {other.id} ({other.state}) uses a checkpoint of job {job.id}")
-        for sweep, document in (await SweepStore(self.store.redis).active_documents()).items():
-            if used_by([], [document]).get(job.id, set()) & set(steps):
+        for sweep, uses in (await SweepStore(self.store.redis).active_uses()).items():
+            if steps_of(uses).get(job.id, set()) & set(steps):
                 raise Conflict(f"sweep {sweep} (running) uses a checkpoint of job {job.id}")
 
 

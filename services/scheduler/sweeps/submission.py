@@ -47,6 +47,8 @@ class Checked(NamedTuple):
     """That of the first job."""
     parameters: dict[str, SweepParameter]
     """With the versions and steps that were found for their values."""
+    uses: list[str]
+    """These versions and steps, and those that are the same for all jobs."""
 
 
 async def submit_sweep(
@@ -64,7 +66,7 @@ async def submit_sweep(
         return made, True
     if (active := await store.count_active(tenant)) >= MAX_ACTIVE:
         raise Conflict(f"you have {active} running sweeps; {MAX_ACTIVE} are allowed: cancel one or wait")
-    found, parameters = await checked_sweep(ctx, sweep, tenant)
+    found, parameters, uses = await checked_sweep(ctx, sweep, tenant)
     base = _pinned(sweep, found)
     table = sweep.table.model_copy(update={"metric": _metric(sweep, found), "parameters": parameters})
     spec, now, new = parse_spec(sweep.first_job), time.time(), new_id("s")
@@ -88,6 +90,7 @@ async def submit_sweep(
         trace=trace,
         table=table.model_dump(mode="json"),
         base=base,
+        uses=uses,
         planned=sweep.most_trials,
     )
     id = await store.create(record, idempotency, body_hash)
@@ -96,7 +99,7 @@ async def submit_sweep(
 
 async def checked_sweep(ctx: Context, sweep: Sweep, tenant: str) -> Checked:
     """Check what the jobs refer to. Raises SpecError."""
-    first = first_of(sweep.table)
+    first, uses = first_of(sweep.table), set[str]()
     found, mistakes = await _checked(ctx, sweep, first, tenant)
     if mistakes:
         raise SpecError([of_parameter(one, sweep.table) for one in mistakes])
@@ -111,6 +114,7 @@ async def checked_sweep(ctx: Context, sweep: Sweep, tenant: str) -> Checked:
                 names = _names(one)
             else:
                 names, wrong = await _looked_up(ctx, sweep, settings, path, tenant)
+        uses.update(_uses(names))
         return _with_names(path, value, names), [{**of_parameter(one, sweep.table), "value": value} for one in wrong]
 
     refer = {path: one for path, one in sweep.table.parameters.items() if path.partition(".")[0] in REFERRING}
@@ -128,7 +132,7 @@ async def checked_sweep(ctx: Context, sweep: Sweep, tenant: str) -> Checked:
             parameters[path] = one.model_copy(update={"values": values})
     if mistakes:
         raise SpecError(mistakes)
-    return Checked(found, parameters)
+    return Checked(found, parameters, sorted({*uses, *_uses(_names(found))}))
 
 
 def _repeated(path: str, written: Iterable[Any], values: list[Any]) -> Mistakes:
@@ -192,6 +196,11 @@ def _names(found: Found) -> dict[Place, str]:
         names["start", "from"] = found.chosen.name
     names |= {("policies", name, "start", "from"): source.name for name, source in found.of_policies.items()}
     return names | {_of_player(place): player.source.name for place, player in found.players.items()}
+
+
+def _uses(names: Mapping[Place, str]) -> list[str]:
+    """Return these names but those of environments that are no uploads."""
+    return [name for place, name in names.items() if place != ("environment", "name") or uploads.is_upload(name)]
 
 
 def _of_player(place: str) -> Place:

@@ -27,7 +27,7 @@ from tests.integration.scheduler.artifacts.kept_artifacts import (
     put_away,
     spec_with,
 )
-from tests.support.api import write_checkpoint
+from tests.support.api import SPEC, Http, bearing, new_key_of, write_checkpoint
 
 # --- rules ----------------------------------------------------------------------------------------------------------
 
@@ -82,6 +82,21 @@ async def test_what_a_sweep_will_begin_with_stays_until_that_is_over(
         await client.delete_artifacts(later, 10)
     await client.cancel_sweep(sweep)
     await until(lambda: kept_steps(ctx, later), lambda steps: steps == [])
+
+
+@pytest.mark.parametrize("tenant", ["default", "blue"])
+async def test_a_text_that_looks_like_a_checkpoint_keeps_none(
+    quick: None, client: AsyncClient, http: Http, ctx: Context, tenant: str
+) -> None:
+    job = await begun(client, ctx, keep_all=True)
+    write_checkpoint(ctx, job, 10, {"trainer/state.json": b"{}"})
+    await finished(ctx, job)
+    table = {"parameters": {"environment.config": [{"n": 1, "is": f"{job}@10"}, {"n": 2}]}, "max_running": 1}
+    spec = {**SPEC, "notes": f"{job}@10", "tags": [f"{job}@10"], "sweep": table}
+    key = await new_key_of(ctx.store, tenant)
+    status, sweep = await http("POST", "/v1/sweeps", json=spec, headers=bearing(key))
+    assert status == 201, sweep
+    assert (await client.delete_artifacts(job, 10))["steps"] == [10]
 
 
 # --- names ----------------------------------------------------------------------------------------------------------
