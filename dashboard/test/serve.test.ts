@@ -24,9 +24,11 @@ test("an endpoint of a model that is divided among GPUs has as many", () => {
 });
 
 test("the clone of a sweep's job has the job's tags, but not the sweep's", () => {
-  const of = (spec: object, step = ""): unknown => cloneSpec({ id: "j-1", name: "x #3", spec } as unknown as JobDetail, step);
+  const of = (spec: object, step = "", name = "x #3"): unknown => cloneSpec({ id: "j-1", name, spec } as unknown as JobDetail, step);
   const train = { lr: 1e-4 };
   assert.deepEqual(of({ name: "x #3", tags: ["maths", "s-a1b2c3d4e5"], train }), { name: "x #3-again", tags: ["maths"], train });
   assert.deepEqual(of({ tags: ["s-a1b2c3d4e5"] }, "5"), { name: "x #3-again", start: { from: "j-1@5" } });
+  assert.deepEqual(of({ tags: ["s-validation", "s-a1b2c3d4e5", "late"] }, "", "x #12 lr=1"), { name: "x #12 lr=1-again", tags: ["s-validation", "late"] });
+  assert.deepEqual(of({ tags: ["s-experiment"] }, "", "x"), { name: "x-again", tags: ["s-experiment"] });
   assert.deepEqual(of({ tags: ["s-small", "s-a1b2c3d4e5f6", "runs-a1b2c3d4e5"] }), { name: "x #3-again", tags: ["s-small", "s-a1b2c3d4e5f6", "runs-a1b2c3d4e5"] });
 });

@@ -46,13 +46,17 @@ export function adaptersOf(job: JobDetail): string[] {
   return Array.isArray(listed) ? listed.map((one) => String(table(one)["name"])) : [];
 }
 
-/** A sweep's id, which its jobs have among their tags. */
+/** A sweep's id, which its jobs have behind the tags that the sweep has; people's tags may look like one. */
 const SWEEP_ID = /^s-[a-z0-9]{10}$/;
+/** The number of a sweep's trial, in the names of its jobs. */
+const TRIAL = / #\d+( |$)/;
 
 /** The same again under a name of its own, and not in the sweep of the job; with a step, from that checkpoint. */
 export function cloneSpec(job: JobDetail, step: string): Json {
   const { tags, ...settings } = table(job.spec);
-  const own = Array.isArray(tags) ? tags.filter((tag) => !SWEEP_ID.test(String(tag))) : [];
+  const all = Array.isArray(tags) ? tags : [];
+  const sweep = TRIAL.test(job.name) ? all.findLastIndex((tag) => SWEEP_ID.test(String(tag))) : -1;
+  const own = all.filter((_, place) => place !== sweep);
   const spec = { ...settings, name: named(job.name, "again"), ...(own.length ? { tags: own } : {}) };
   return step ? { ...spec, start: { from: `${job.id}@${step}` } } : spec;
 }
