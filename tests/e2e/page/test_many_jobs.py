@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from typing import Any
 
 import orjson
-from playwright.async_api import expect
+import pytest
+from playwright.async_api import Route, expect
 
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.runtime.service import Context
@@ -291,3 +293,35 @@ async def test_all_jobs_that_a_filter_finds_are_selected_although_few_are_loaded
     await expect(bulk).not_to_contain_text("loaded")
     await expect(tab.page.locator("p.count")).to_contain_text("1240 jobs")
     await expect(tab.page.get_by_label("Select all")).to_be_checked()
+
+
+@pytest.mark.parametrize("change", ["row", "head", "key"])
+async def test_jobs_that_are_unselected_while_all_are_loaded_stay_so(
+    opened: Open, http: Http, store: Store, change: str
+) -> None:
+    for number in range(250):
+        await store.create_job(id=f"j-{number:010}", spec=spec(name=f"run {number}"), tenant="default")
+    tab = await opened(http.url)
+    bulk, head, arrived = tab.page.locator(".bulk"), tab.page.get_by_label("Select all"), asyncio.Event()
+    await expect(tab.page.locator("p.count")).to_contain_text("the first 200 jobs")
+
+    async def late(route: Route) -> None:
+        await arrived.wait()
+        await route.continue_()
+
+    await tab.page.route("**/v1/jobs?*", late)
+    await head.check()
+    await tab.page.get_by_role("button", name="Select all 250").click()
+    if change == "row":
+        await tab.page.get_by_label("Select run 249").uncheck()
+    elif change == "head":
+        await head.uncheck()
+    else:
+        await tab.page.keyboard.press("a")
+    arrived.set()
+    await expect(tab.page.locator("p.count")).to_contain_text("250 jobs", timeout=20_000)
+    await asyncio.sleep(0.3)  # what would be selected would be so as soon as they are there
+    if change == "head":
+        await expect(bulk).to_have_count(0)
+    else:
+        await expect(bulk).to_contain_text("199 jobs selected" if change == "row" else "200 jobs selected")

@@ -201,6 +201,7 @@ function Table({ jobs, seen, unloaded, columns, sort, choose, order, again }: Ta
   const picks = [...jobs.filter((job) => chosen.has(job.id)), ...gone];
   const isAll = picks.length - gone.length === jobs.length;
   const pick = (id: string, shift: boolean): void => {
+    setWhole(false);
     setChosen(picked(chosen, ids, id, last, shift));
     setLast(id);
   };
@@ -248,7 +249,7 @@ function Table({ jobs, seen, unloaded, columns, sort, choose, order, again }: Ta
       else if (deed === "up") move(at - 1);
       else if (deed === "open" && job) go("jobs", job.id);
       else if (deed === "pick" && job) pick(job.id, event.shiftKey);
-      else if (deed === "all") setChosen(new Set(ids));
+      else if (deed === "all") chooseOnly(ids);
       else if (deed === "clear") chooseOnly([]);
       else if (deed === "compare") compare();
       else if (deed === "tag" || deed === "cancel" || deed === "delete") pressedFor(deed);
@@ -281,7 +282,7 @@ function Table({ jobs, seen, unloaded, columns, sort, choose, order, again }: Ta
                 type="checkbox"
                 aria-label="Select all"
                 checked={isAll}
-                onChange={() => setChosen(isAll ? new Set() : new Set(ids))}
+                onChange={() => chooseOnly(isAll ? [] : ids)}
               />
             </th>
             {["Job", ...columns].map((name) => (
