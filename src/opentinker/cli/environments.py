@@ -54,7 +54,8 @@ def list_all(url: Url = None, as_json: AsJson = False) -> None:
     if as_json:
         print_json(found)
         return
-    built_in = [[name, found["summaries"].get(name, "")] for name in found["built_in"]]
+    summaries = found.get("summaries", {})  # an older server has none
+    built_in = [[name, summaries.get(name, "")] for name in found["built_in"]]
     unknown = "built in: unknown while no env worker runs; docs/environments lists them"
     print_table(("built in", "what it is"), built_in, empty=unknown)
     say("\nyours:")
@@ -95,7 +96,9 @@ def about(
         print_json(found)
         return
     say(found["doc"] or "Its class has no docstring.")
-    say(f"\nseats: {', '.join(filter(None, found['seats'])) or 'one'}")
+    say("")
+    if "seats" in found:  # an older server does not say it
+        say(f"seats: {', '.join(filter(None, found['seats'])) or 'one'}")
     say(f"scripted players: {', '.join(found['bots']) or 'none'}; {'can' if found['can_fork'] else 'cannot'} fork\n")
     schema = found["settings"]
     required = schema.get("required", [])

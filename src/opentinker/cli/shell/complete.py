@@ -36,7 +36,7 @@ def environments(ctx: typer.Context, incomplete: str) -> list[Offer]:
 
     def found(api: Client) -> Iterator[Offer]:
         known = api.all_environments()
-        yield from ((name, known["summaries"].get(name, "built in")) for name in known["built_in"])
+        yield from ((name, known.get("summaries", {}).get(name, "built in")) for name in known["built_in"])
         yield from ((f"upload:{one['name']}", f"version {one['version']}") for one in known["environments"])
 
     return _asked(ctx, incomplete, found)
