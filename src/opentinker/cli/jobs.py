@@ -237,7 +237,9 @@ def failures(
 ) -> None:
     """Show the groups of a job that failed for good, and why."""
     found = client(url).failures(job_id, min(limit + 1, MOST_FAILURES))
-    say_if_cut(found["failures"], limit, "failure")
+    if len(found["failures"]) == limit == MOST_FAILURES:
+        complain(f"the newest {limit:,} failures; older ones, if any, are not listed")
+    say_if_cut(found["failures"], limit, "failure", which="newest")
     found["failures"] = found["failures"][:limit]
     if as_json:
         print_json(found)

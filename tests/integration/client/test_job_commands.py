@@ -103,7 +103,7 @@ async def test_a_list_that_is_cut_says_so_on_stderr(client: AsyncClient, on: lis
     for n in range(3):
         detail = {"group": n, "reason": "env_error", "error": "KeyError"}
         await store.update(job, event="group_failed", failure=True, detail=detail)
-    for options, said in (("-n 2", "the first 2 failures; -n for more\n"), ("", "")):
+    for options, said in (("-n 2", "the newest 2 failures; -n for more\n"), ("", "")):
         done = await run("failures", job, "--json", *options.split(), *on)
         assert (len(orjson.loads(done.stdout)["failures"]), done.stderr) == (2 if said else 3, said)
     for options, said in (

@@ -37,6 +37,10 @@ async def test_cluster_status(
     monkeypatch.setattr(status, "JOBS", 1)
     found = await asyncio.to_thread(status.cluster, http.url)
     assert found["jobs"] == {"queued": 1, "cancelled": 3} and len(found["waiting"]) == 1
+    assert found["complete"] and "newest" not in shown
+    monkeypatch.setattr(status, "MOST_COUNTED", 4)
+    status._show_cluster(await asyncio.to_thread(status.cluster, http.url))
+    assert "jobs: 1 queued, 3 cancelled (of the newest 4)\n" in capsys.readouterr().out
 
 
 def test_a_server_that_does_not_answer_is_said() -> None:

@@ -20,6 +20,7 @@ from opentinker.cli.common import (
     print_table,
     say,
 )
+from opentinker.cli.views.lists import MOST_COUNTED
 from opentinker.cli.views.refresh import refresh
 from opentinker.shared.api_types import Queue, Worker
 from opentinker.shared.types.core import JobState
@@ -84,7 +85,8 @@ def free(
 
 
 def cluster(server: str) -> dict[str, Any]:
-    """`error` if the server does not answer; `workers` and `queues` are for operators alone, else None."""
+    """`error` if the server does not answer; `workers` and `queues` are for operators alone, else None. `complete`: all
+    jobs are counted, not the newest alone."""
     from opentinker.sdk.http import ApiError
 
     try:
@@ -108,6 +110,7 @@ def cluster(server: str) -> dict[str, Any]:
     return {
         "error": "",
         "jobs": {state: states[state] for state in (*ORDER, *sorted(states.keys() - set(ORDER))) if state in states},
+        "complete": sum(states.values()) < MOST_COUNTED,
         "waiting": waiting,
         "workers": None if workers is None else _pools(workers),
         "queues": None if queues is None else {queue["stream"]: queue["messages"] for queue in queues},
@@ -142,7 +145,8 @@ def _show_cluster(found: dict[str, Any]) -> None:
     if found["workers"] is not None:
         said = [f"{pool} {n['running']} ({n['leased']} leased)" for pool, n in found["workers"].items()]
         say(f"workers: {', '.join(said) or 'none'}")
-    say(f"jobs: {', '.join(f'{count} {state}' for state, count in found['jobs'].items()) or 'none yet'}")
+    newest = "" if found["complete"] else f" (of the newest {MOST_COUNTED:,})"
+    say(f"jobs: {', '.join(f'{count} {state}' for state, count in found['jobs'].items()) or 'none yet'}{newest}")
     if found["queues"] is not None:
         say(f"messages: {', '.join(f'{name} {count}' for name, count in found['queues'].items())}")
     for one in found["waiting"]:

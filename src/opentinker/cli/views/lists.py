@@ -15,16 +15,22 @@ MOST_COUNTED = 10_000
 
 
 def say_if_cut(
-    found: Sequence[object], limit: int, noun: str, groups: Callable[[], Sequence[Any]] | None = None
+    found: Sequence[object],
+    limit: int,
+    noun: str,
+    groups: Callable[[], Sequence[Any]] | None = None,
+    *,
+    which: Literal["first", "newest"] = "first",
 ) -> None:
-    """Say on stderr that a list is cut if more than `limit` were found. `groups`: asks for the counts of all."""
+    """Say on stderr that a list is cut if more than `limit` were found. `groups`: asks for the counts of all. `which`:
+    those that are shown."""
     if len(found) <= limit:
         return
     shown = f"{limit:,} {noun}" + ("s" if limit > 1 else "")
     if groups is not None:
         total = sum(one[f"{noun}s"] for one in groups())
         shown = f"{limit:,} of {total:,}{' or more' if total >= MOST_COUNTED else ''} {noun}s"
-    complain(f"the first {shown}; -n for more")
+    complain(f"the {which} {shown}; -n for more")
 
 
 def print_groups(groups: Sequence[Mapping[str, Any]], noun: Literal["job", "sweep"], by: str, as_json: bool) -> None:
