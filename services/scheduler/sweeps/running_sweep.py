@@ -81,7 +81,9 @@ class RunningSweep:
         was deleted; Fenced; NoReply and others while a server is away."""
         self.sweep = await self._store.sweep(self.id)
         if self._trials is None:
-            self._trials = await self._store.trials(self.id)
+            stored = await self._store.trials(self.id)
+            await self._add_rungs(stored)
+            self._trials = stored
         trials = self._trials
         asked = [job.id for trial in trials for job in trial.open_jobs if job.id]
         records = {record.id: record for record in await self.ctx.store.jobs(asked)}
@@ -114,17 +116,34 @@ class RunningSweep:
         if record is None or record.deleted:
             job.over, job.state = True, JobState.CANCELLED
             return
-        history = self._histories.setdefault(job.id, History(self.table))
         waits = record.state is JobState.QUEUED and not record.step
-        more = not waits
-        while more:
-            page, more = await self._metrics.page(record, self._cursors.get(job.id, 0), PAGE, "*")
-            for cursor, point in page:
-                history.add(point.step, point.values)
-                self._cursors[job.id] = cursor
+        history = await self._read(record, more=not waits)
         job.state, job.step, job.value, job.rungs = record.state, history.step, history.value(), history.rungs()
         complete = history.step >= record.step or time.time() - record.finished > self._late_s
         job.over = record.state.final and complete
+
+    async def _read(self, record: JobRecord, *, more: bool = True) -> History:
+        """Return a job's history, with what is new if there is more."""
+        history = self._histories.setdefault(record.id, History(self.table))
+        while more:
+            page, more = await self._metrics.page(record, self._cursors.get(record.id, 0), PAGE, "*")
+            for cursor, point in page:
+                history.add(point.step, point.values)
+                self._cursors[record.id] = cursor
+        return history
+
+    async def _add_rungs(self, trials: list[Trial]) -> None:
+        """Jobs that ended under an earlier release have no rungs, and others are to be compared with them."""
+        rule = self.table.early_stopping
+        if rule is None or self.sweep.state is not SweepState.RUNNING:
+            return
+        jobs = [job for trial in trials for job in trial.jobs if job.over and job.step >= rule.min_steps]
+        older = {job.id: job for job in jobs if not job.rungs}
+        for record in await self.ctx.store.jobs(list(older)):
+            if not record.deleted:
+                older[record.id].rungs = (await self._read(record)).rungs()
+                del self._histories[record.id]
+                self._cursors.pop(record.id, None)
 
     def _conclude(self, trial: Trial, records: dict[str, JobRecord]) -> None:
         """End a trial whose jobs have ended, or of which one has failed."""

@@ -79,6 +79,29 @@ async def test_a_sweep_of_an_older_release_goes_on_with_names_that_are_refused_n
         assert (await second.store.job(jobs[1]["id"])).spec["train"]["target"] == target
 
 
+async def test_trials_that_ended_under_an_older_release_are_compared_with(
+    http: Http, ctx: Context, new_context: NewContext
+) -> None:
+    sweep = await submitted(http, early_stopping={"min_steps": 2, "min_trials": 2})
+    jobs = await until(lambda: jobs_of(http, sweep), lambda jobs: len(jobs) == 3)
+    for job, value in zip(jobs[1:], (0.9, 0.8), strict=True):
+        await play(ctx, job["id"], [value] * 2)
+    await until(lambda: http("GET", f"/v1/sweeps/{sweep}"), lambda shown: shown[1]["trials"].get("finished") == 2)
+    ctx.stopping.set()
+    await until(lambda: not ctx.detail["leads"])
+    key = f"sweep:{sweep}:trials"
+    for number, text in (await ctx.store.redis.hgetall(key)).items():
+        trial = orjson.loads(text)
+        for one in trial["jobs"]:
+            one["curve"] = list(one.pop("rungs").items())
+        await ctx.store.redis.hset(key, number, orjson.dumps(trial))
+    async with another_leader(new_context, ctx, http) as (second, again):
+        await play(second, jobs[0]["id"], [0.1] * 2, JobState.RUNNING)
+        over = await ends(again, sweep)
+    assert [trial["state"] for trial in over["all_trials"]] == ["stopped", "finished", "finished"]
+    assert "is worse than the median of 2 other trials" in over["all_trials"][0]["reason"]
+
+
 SPEC_OF = RunningSweep._spec
 
 
