@@ -110,8 +110,7 @@ class Publisher:
     @asynccontextmanager
     async def room_for_step(self) -> AsyncIterator[None]:
         """Run the body, an optimizer step, while engines sleep that have no room next to it on the trainer's GPU. One
-        that does not obey is excluded until it joins again, which wakes it; a step without room fails with a message.
-        """
+        that does not obey is excluded until it joins again, which wakes it; a step without room fails and says so."""
         async with self._moving if self._room.sleepers or not self._knows_workers else nullcontext():
             if not self._knows_workers:
                 with self._lanes.busy("swap", "find"):
