@@ -1,7 +1,8 @@
 """Adapters of an engine that are loaded when a request names their directory, the most recently used ones.
 
 load    consumes directories of requests, one at a time: next is the tenant that uses the fewest adapters, then the one
-        served the longest ago
+        served the longest ago. One whose adapter could not be loaded comes after all others, until one of them is
+        served
 evict   the least recently used one that is idle. If none is, one of a tenant that uses the most takes no more requests,
         which wait like any others; the first to be idle makes room
 """
@@ -64,6 +65,9 @@ class AdapterCache:
         self._busy = False
         """An adapter is being checked, loaded or dropped."""
         self._served: dict[str, int] = {}
+        self._failed: set[str] = set()
+        """Tenants whose adapter could not be loaded since a request that waited was served: they use none, and would
+        always be next."""
         self._number = count(1)
         self.loads = 0
 
@@ -93,12 +97,16 @@ class AdapterCache:
         self._loaded.move_to_end(key)
         self._in_use[tenant] += not adapter.users[tenant]
         adapter.users[tenant] += 1
+        self._end_turn(tenant)
+        self._wake()
+        return adapter
+
+    def _end_turn(self, tenant: str) -> None:
         self._served[tenant] = next(self._number)
         if len(self._served) > MAX_SERVED:
             here = {*self._in_use, *(one.tenant for one in self._waiting)}
             self._served = {one: at for one, at in self._served.items() if one in here}
-        self._wake()
-        return adapter
+            self._failed &= here
 
     async def _get(self, tenant: str, key: Key) -> _Loaded:
         own = _Waiting(tenant, key)
@@ -111,7 +119,12 @@ class AdapterCache:
                     await self._make_progress(own)
                 else:
                     await own.woken.wait()
+            self._failed.clear()
             return adapter
+        except EngineError:
+            self._failed.add(tenant)
+            self._end_turn(tenant)
+            raise
         finally:
             self._waiting.remove(own)
             if not self._waiting:
@@ -126,13 +139,14 @@ class AdapterCache:
 
     def _wake(self) -> None:
         """Find out who is next, and wake it and those whose adapter is loaded."""
-        self._next = min(
-            self._waiting, key=lambda one: (self._in_use[one.tenant], self._served.get(one.tenant, 0)), default=None
-        )
+        self._next = min(self._waiting, key=lambda one: self._order(one.tenant), default=None)
         for one in self._waiting:
             adapter = self._loaded.get(one.key)
             if one is self._next or (adapter is not None and not adapter.leaving):
                 one.woken.set()
+
+    def _order(self, tenant: str) -> tuple[bool, int, int]:
+        return tenant in self._failed, self._in_use[tenant], self._served.get(tenant, 0)
 
     async def _make_progress(self, own: _Waiting) -> None:
         """Take a single step to the adapter of who is next: another may be next after it."""

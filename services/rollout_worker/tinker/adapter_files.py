@@ -42,11 +42,13 @@ def check_adapter(directory: Path, max_rank: int) -> None:
         raise AdapterRefused(f"the adapter {why}")
     try:
         rank = int(orjson.loads((directory / CONFIG).read_bytes())["r"])
+        if rank > max_rank:  # before the weights are read
+            raise AdapterRefused(
+                f"the adapter has rank {rank}, and this server takes {max_rank} at most (tinker.max_rank)"
+            )
         spoiled = _spoiled_in(directory / ADAPTER)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise AdapterRefused(f"the adapter cannot be read: {first_line(error)}; save it again") from None
-    if rank > max_rank:
-        raise AdapterRefused(f"the adapter has rank {rank}, and this server takes {max_rank} at most (tinker.max_rank)")
     if spoiled:
         raise AdapterRefused(f"the adapter {NOT_FINITE.format(spoiled)}")
 

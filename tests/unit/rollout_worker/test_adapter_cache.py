@@ -150,6 +150,37 @@ async def test_tenants_with_as_many_adapters_in_use_take_turns(tmp_path: Path) -
     assert order == "adfbec"
 
 
+@pytest.mark.parametrize("is_using", [False, True], ids=["without an adapter", "with one in use"])
+async def test_a_tenant_whose_adapters_cannot_be_loaded_delays_others_by_one_of_them(
+    tmp_path: Path, is_using: bool
+) -> None:
+    bench, failures, end = Bench(tmp_path, room=1 + is_using), 0, asyncio.Event()
+    write_adapter(tmp_path / "large", rank=9)
+    await bench.use("b")
+    await bench.use("a", tenant="blue")
+    user = asyncio.create_task(bench.use("a", end, tenant="blue")) if is_using else None
+    await until(lambda: bench.using, lambda using: using == ["a"] * is_using)
+
+    async def fail_for_ever() -> None:
+        nonlocal failures
+        while True:
+            with pytest.raises(AdapterRefused, match="rank 9"):
+                await bench.use("large")
+            failures += 1
+
+    async with asyncio.timeout(30), asyncio.TaskGroup() as group:
+        failing = [group.create_task(fail_for_ever()) for _ in range(20)]
+        await until(lambda: failures > 0)
+        before = failures
+        await bench.use("c", tenant="blue")
+        assert failures - before <= 1
+        for task in failing:
+            task.cancel()
+    end.set()
+    if user is not None:
+        await soon(user)
+
+
 async def test_room_is_made_by_the_tenant_that_uses_the_most_and_by_the_first_that_is_idle(tmp_path: Path) -> None:
     bench = Bench(tmp_path, room=3)
     ends = {name: asyncio.Event() for name in "abcd"}
@@ -217,14 +248,16 @@ def test_adapters_that_an_engine_must_not_see_are_refused(tmp_path: Path) -> Non
     check_adapter(write_adapter(tmp_path / "half", dtype=np.float16), 8)
     cases = {
         "large": (write_adapter(tmp_path / "large", rank=16), "rank 16, and this server takes 8"),
+        "large and torn": (write_adapter(tmp_path / "unread", rank=16), "rank 16, and this server takes 8"),
         "nan": (write_adapter(tmp_path / "nan", value=float("nan")), "not finite"),
         "infinite": (write_adapter(tmp_path / "infinite", value=float("-inf"), dtype=np.float16), "not finite"),
         "torn": (write_adapter(tmp_path / "torn"), "ends before"),
         "code": (write_adapter(tmp_path / "code"), "brings its own code"),
         "pickle": (write_adapter(tmp_path / "pickle"), "only adapter_model.bin"),
     }
-    weights = tmp_path / "torn" / "adapter_model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-8])
+    for torn in ("torn", "unread"):
+        weights = tmp_path / torn / "adapter_model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-8])
     config = tmp_path / "code" / "adapter_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "auto_map": {"AutoModel": "evil.Model"}}))
     (tmp_path / "pickle" / "adapter_model.safetensors").rename(tmp_path / "pickle" / "adapter_model.bin")
