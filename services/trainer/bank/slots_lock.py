@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 
 class SlotsLock(asyncio.Lock):
     """First come, first served, but of all who add adapters one at a time stands in line, tenants by turns: however
-    many a tenant adds, the next pass comes after one of them."""
+    many a tenant adds, each pass and each call of steps comes after one of them at most."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -236,11 +236,11 @@ async def test_export_and_removal_have_their_place_among_commands(make_bank: Mak
         assert moved == pytest.approx(0.1, rel=0.01)  # one step of Adam moves by lr
 
 
-async def test_many_adapters_that_a_tenant_adds_at_once_delay_others_by_one_of_them(
+async def test_many_adapters_that_a_tenant_adds_at_once_delay_each_pass_and_step_of_others_by_one_of_them(
     make_bank: MakeBank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bank, order, go = make_bank(slots=40), list[str](), threading.Event()
-    create, run_pass = bank.create, bank.run_pass
+    create, run_pass, optim_step = bank.create, bank.run_pass, bank.optim_step
 
     def created(name: str, *arguments: Any, **options: Any) -> None:
         order.append(name)
@@ -251,18 +251,27 @@ async def test_many_adapters_that_a_tenant_adds_at_once_delay_others_by_one_of_t
         order.append("pass")
         return run_pass(rows)
 
+    def stepped(settings: Any) -> Any:
+        order.append("step")
+        return optim_step(settings)
+
     bank.create("b", LORA, 0, owner="blue")
     monkeypatch.setattr(bank, "create", created)
     monkeypatch.setattr(bank, "run_pass", passed)
+    monkeypatch.setattr(bank, "optim_step", stepped)
     async with BankLoop(bank) as loop, asyncio.TaskGroup() as tasks:
         for number in range(30):
             tasks.create_task(loop.create("red", f"r{number}", LORA, seed=number))
         await until(lambda: order == ["r0"])
-        tasks.create_task(loop.run_units("blue", "b", some_units(0), PassOptions()))
+        for number in range(5):
+            tasks.create_task(loop.run_units("blue", "b", some_units(number), PassOptions()))
+            tasks.create_task(loop.optim_step("blue", "b", AdamSettings(lr=0.1)))
         tasks.create_task(loop.create("green", "g", LORA, seed=0))
-        await until(lambda: len(loop._queue) == 1)
+        await until(lambda: len(loop._queue) == 10)
         go.set()
-    assert order == ["r0", "pass", "g", *(f"r{number}" for number in range(1, 30))]
+    added = ["r0", "g", *(f"r{number}" for number in range(1, 30))]
+    each = [one for pair in zip(added, 5 * ["pass", "step"], strict=False) for one in pair]
+    assert order == [*each, *added[10:]]
 
 
 async def test_commands_do_not_outlive_a_crashed_loop(make_bank: MakeBank, monkeypatch: pytest.MonkeyPatch) -> None:
