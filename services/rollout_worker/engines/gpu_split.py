@@ -43,6 +43,10 @@ INSTEAD = (
 )
 
 
+class Unplanned(JobFailed):
+    """There is no plan of the memory of the job's own trainer."""
+
+
 class GpuSplit(NamedTuple):
     """GPU memory that the engines of a rollout worker may use."""
 
@@ -162,18 +166,15 @@ async def gpu_split(
             staged = (engines - frozen) * weights
         how: dict[str, Any] = {"sleep": spec.rollout.sleep, "may_sleep": len(spec.policies) < 2, "staged": staged}
         gpus, splits = worker.info.gpus[:ranks], list[GpuSplit]()
-        leases = await _leases(worker.ctx.store, gpus, workers)
-        workers = _placed(workers, leases)
-        jobs = await _other_jobs(worker.ctx.store, lease.job, leases)
         deadline = time.monotonic() + STEP_S
         while len(splits) < len(gpus):  # vLLM takes the same share of each
             gpu = gpus[len(splits)]
             used = max(0, (await asyncio.to_thread(used_bytes, gpu.uuid) or 0) - int(kept * gpu.memory))
-            near = await asyncio.to_thread(neighbours, spec, lease.job, gpu, workers, used, jobs, leases)
             try:
+                near = await _neighbours(worker.ctx.store, spec, lease.job, gpu, gpus, workers, used)
                 splits.append(split(gpu.memory, engine, near, **how))
-            except JobFailed:
-                if time.monotonic() >= deadline:
+            except JobFailed as error:  # a step, or the other job, may end
+                if isinstance(error, Unplanned) or time.monotonic() >= deadline:
                     raise
                 await sleep(POLL_S)
         found = min(splits, key=lambda one: one.share)._replace(sleeps=any(one.sleeps for one in splits))
@@ -189,6 +190,15 @@ async def gpu_split(
         detail = {**found._asdict(), "worker": worker.info.id}
         await worker.ctx.store.update(lease.job, event="engine_memory", detail=detail)
     return found
+
+
+async def _neighbours(
+    store: Store, spec: JobSpec, job: str, gpu: Gpu, gpus: Iterable[Gpu], workers: Iterable[WorkerInfo], used: int
+) -> Neighbours:
+    """Return the neighbours on a GPU, with the trainers that have a job there now. `gpus`: all of this worker."""
+    leases = await _leases(store, gpus, workers)
+    jobs = await _other_jobs(store, job, leases)
+    return await asyncio.to_thread(neighbours, spec, job, gpu, _placed(workers, leases), used, jobs, leases)
 
 
 async def _workers(store: Store, spec: JobSpec, job: str) -> list[WorkerInfo]:
@@ -248,7 +258,8 @@ def neighbours(
     leases: Sequence[Lease] = (),
 ) -> Neighbours:
     """Return what other processes on the GPU take or will take: an idle trainer may be about to begin. `jobs`: specs of
-    those that other trainers have, by id. Blocking: reads configurations. Raises JobFailed where it cannot plan."""
+    those that other trainers have, by id. Blocking: reads configurations. Raises Unplanned where it cannot
+    plan the job's own trainer, and JobFailed for another's."""
     here = [w for w in workers if any(own.uuid == gpu.uuid for own in w.gpus)]
     rollout = [w for w in here if w.pool == Pool.ROLLOUT]
     loaded = min(sum(w.status in ("ready", "draining") for w in rollout), max(0, len(rollout) - 1))
@@ -282,7 +293,9 @@ def weight_bytes(base: str, dtype: str) -> int:
     return int(parameters_in(Path(base).expanduser()) or 0) * (2 if dtype == "bfloat16" else 4)
 
 
-def _trainer(spec: JobSpec, job: str, trainers: Iterable[WorkerInfo], leases: Iterable[Lease]) -> tuple[int, int]:
+def _trainer(
+    spec: JobSpec, job: str, trainers: Iterable[WorkerInfo], leases: Iterable[Lease], *, by_files: bool = False
+) -> tuple[int, int]:
     """Return the bytes of the job's trainer on a GPU of these trainers, at the peak of a step and between steps."""
     if not spec.resources.trainer_gpus:
         return 0, 0
@@ -292,35 +305,41 @@ def _trainer(spec: JobSpec, job: str, trainers: Iterable[WorkerInfo], leases: It
     if not held:  # it may get fewer than it asks for
         ranks = spec.resources.min_trainer_ranks or ranks
     leads = not group or any(one.id == group[0].worker for one in trainers)
-    found = planned(spec, None if len(spec.policies) > 1 else ranks, leads=leads)
+    found = planned(spec, None if len(spec.policies) > 1 else ranks, leads=leads, by_files=by_files)
     return sum(one.total for one in found) + CONTEXT_BYTES, sum(one.rest for one in found) + CONTEXT_BYTES
 
 
 def _other_trainer(spec: JobSpec, job: str, trainers: Iterable[WorkerInfo], leases: Iterable[Lease]) -> int:
-    """Return the bytes of another job's trainer at the peak of a step. Raises JobFailed, without naming its model."""
+    """Return the bytes of another job's trainer at the peak of a step. Raises JobFailed, without naming its model,
+    where its files are not here."""
     try:
-        return _trainer(spec, job, trainers, leases)[0]
-    except JobFailed:
+        return _trainer(spec, job, trainers, leases, by_files=True)[0]
+    except Unplanned:
         problem = "another job's trainer is on this rollout worker's GPU, and there is no plan of its memory here; "
         raise JobFailed(problem + INSTEAD) from None
 
 
-def planned(spec: JobSpec, ranks: int | None = None, *, leads: bool = True) -> list[TrainingMemory]:
-    """Return the memory plan of each policy's trainer, see `training_bytes`. Raises JobFailed for models of unknown
-    dimensions."""
+def planned(
+    spec: JobSpec, ranks: int | None = None, *, leads: bool = True, by_files: bool = False
+) -> list[TrainingMemory]:
+    """Return the memory plan of each policy's trainer, see `training_bytes`. Raises Unplanned for models of unknown
+    dimensions; `by_files`: plans those by the size of their files, without activations and logits."""
     owns = [spec_of(spec, name) for name in spec.policies or ("",)]
-    return [training_bytes(own, _size_of(own.model.base), ranks, leads=leads) for own in owns]
+    return [training_bytes(own, _size_of(own.model.base, by_files), ranks, leads=leads) for own in owns]
 
 
-def _size_of(base: str) -> ModelSize:
-    """Raises JobFailed."""
+def _size_of(base: str, by_files: bool) -> ModelSize:
+    """Raises Unplanned."""
     directory = Path(base).expanduser()
     try:
-        size = model_size(json.loads((directory / "config.json").read_text()), int(parameters_in(directory)))
+        counted = int(parameters_in(directory))
+        size = model_size(json.loads((directory / "config.json").read_text()), counted)
     except (OSError, ValueError) as error:
-        raise JobFailed(f"{UNPLANNED} {base!r}: its config.json cannot be read here ({error}); {INSTEAD}") from error
+        raise Unplanned(f"{UNPLANNED} {base!r}: its config.json cannot be read here ({error}); {INSTEAD}") from error
+    if size is None and by_files and counted:
+        return ModelSize(0, 0, 0, 0, 0, 0, tied=True, counted=counted)
     if size is None:
-        raise JobFailed(
+        raise Unplanned(
             f"{UNPLANNED} {base!r}: its config.json lacks dimensions of a decoder, or, of a model with experts, its "
             f"*.safetensors are not here; {INSTEAD}"
         )

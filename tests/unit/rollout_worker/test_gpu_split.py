@@ -267,13 +267,6 @@ def test_what_cannot_be_planned_fails_the_job_and_says_what_to_set(spec: JobSpec
         neighbours(spec, "j", HERE, [worker(Pool.TRAINER, HERE)], 0, {})
 
 
-def test_a_failure_says_nothing_of_another_jobs_model(spec: JobSpec) -> None:
-    other = with_parts(spec, model={"base": "/models/of/somebody"})
-    with pytest.raises(JobFailed, match="another job's trainer") as failed:
-        neighbours(spec, "j", HERE, [job_trainer("other")], 0, {"other": other})
-    assert "somebody" not in str(failed.value)
-
-
 def lease_of(job: str, own: WorkerInfo, *ranks: int) -> Lease:
     """`ranks`: of each trainer of its group, which it leads."""
     group = tuple(RankShare(f"{own.id}{'+' * n}", "i", count) for n, count in enumerate(ranks))

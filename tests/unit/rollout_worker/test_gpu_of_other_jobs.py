@@ -1,0 +1,100 @@
+"""GPUs where trainers of other jobs have no plan of their memory: they do not fail this job while it could run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import AsyncMock
+
+import pytest
+
+from opentinker.services.rollout_worker.engines import gpu_split
+from opentinker.services.rollout_worker.engines.gpu_split import neighbours
+from opentinker.services.rollout_worker.run_lease import Loader
+from opentinker.shared.spec import JobSpec
+from opentinker.shared.types.core import Pool
+from opentinker.shared.types.errors import JobFailed
+from tests.unit.rollout_worker.test_gpu_split import (
+    GB,
+    HERE,
+    configure,
+    job_trainer,
+    lease_of,
+    loader,
+    spec,
+    with_parts,
+    worker,
+)
+
+__all__ = ["spec"]
+OPT = {
+    **{"hidden_size": 768, "ffn_dim": 3072, "num_hidden_layers": 12, "num_attention_heads": 12, "vocab_size": 50272},
+    **{"model_type": "opt", "tie_word_embeddings": True},
+}
+COUNT = 250_000_000
+
+
+@pytest.fixture
+def other(spec: JobSpec, tmp_path: Path) -> JobSpec:
+    """A job whose model lacks dimensions, and its files are here."""
+    base = tmp_path / "somebody"
+    base.mkdir()
+    found = with_parts(spec, model={"base": str(base)})
+    configure(found, OPT, COUNT)
+    return found
+
+
+def step(spec: JobSpec, other: JobSpec) -> int:
+    return neighbours(spec, "j", HERE, [job_trainer("other")], 0, {"other": other}).step
+
+
+def test_another_jobs_model_without_dimensions_is_planned_by_the_size_of_its_files(
+    spec: JobSpec, other: JobSpec
+) -> None:
+    assert 4 * GB <= step(spec, other) < 8 * GB
+    assert step(spec, with_parts(other, model={"lora": {"rank": 8}})) < 2 * GB
+    own = with_parts(spec, model={"base": other.model.base})
+    with pytest.raises(JobFailed, match="lacks dimensions"):
+        neighbours(own, "j", HERE, [job_trainer("j")], 0, {})
+
+
+def test_a_failure_says_nothing_of_another_jobs_model(spec: JobSpec) -> None:
+    other = with_parts(spec, model={"base": "/models/of/somebody"})
+    with pytest.raises(JobFailed, match="another job's trainer") as failed:
+        neighbours(spec, "j", HERE, [job_trainer("other")], 0, {"other": other})
+    assert "somebody" not in str(failed.value)
+    assert "rollout.gpu_memory_utilization" in str(failed.value)
+
+
+async def test_another_jobs_trainer_without_a_plan_is_waited_for_and_fails_the_job_in_the_end(
+    spec: JobSpec, other: JobSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configure(other, OPT, 0)
+    own, its = worker(Pool.ROLLOUT, HERE), job_trainer("other")
+    record = SimpleNamespace(id="other", spec=other.model_dump(mode="json", exclude_unset=True))
+
+    def loader_beside(leases: int) -> Loader:
+        """`leases`: how often the other job still has its trainer."""
+        load = loader(spec, monkeypatch, own, AsyncMock(return_value=[own, its, job_trainer("j")]), [0] * 9)
+        store: Any = load._worker.ctx.store
+        held = iter([lease_of("other", its)] * leases)
+        store.lease = AsyncMock(side_effect=lambda id: next(held, None) if id == its.id else None)
+        store.jobs = AsyncMock(side_effect=lambda ids: [record] if ids else [])
+        return load
+
+    found = await loader_beside(leases=2)._split("nowhere")
+    assert "for a step of the trainer" in found.why and "other job" not in found.why
+    monkeypatch.setattr(gpu_split, "STEP_S", 0.0)
+    with pytest.raises(JobFailed, match="another job's trainer"):
+        await loader_beside(leases=2)._split("nowhere")
+
+
+async def test_the_jobs_own_trainer_without_a_plan_fails_it_at_once(
+    spec: JobSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configure(spec, OPT, COUNT)
+    own = worker(Pool.ROLLOUT, HERE)
+    load = loader(spec, monkeypatch, own, AsyncMock(return_value=[own, job_trainer("j")]), [0])
+    with pytest.raises(JobFailed, match="lacks dimensions"):
+        await load._split("nowhere")
