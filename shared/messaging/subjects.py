@@ -36,7 +36,7 @@ from opentinker.shared.types.env_protocol import (
 from opentinker.shared.types.evaluation import EvalAck, EvalEpisode, EvalResult
 from opentinker.shared.types.swap import SwapCommand, SwapReply
 from opentinker.shared.types.telemetry import JobEvent, KeptStep, LogLine, MetricPoint, TimelinePart
-from opentinker.shared.types.tinker import Answered, Command, SampleRequest
+from opentinker.shared.types.tinker import ANSWER_KEPT_S, Answered, Command, SampleRequest
 from opentinker.shared.types.trainer_group import JoinRanks, JoinReply
 from opentinker.shared.types.trajectories import Group
 
@@ -230,7 +230,9 @@ COMMANDS = StreamConfig(
     duplicate_window=DEDUP_S,
 )
 """Like GROUPS: acks remove nothing. The trainer deletes what the stored states of a job's models cover."""
-SAMPLES = _work("SAMPLES", "sample.*.*")
+SAMPLES = _work("SAMPLES", "sample.*.*").evolve(max_age=float(ANSWER_KEPT_S))
+"""One that no worker has taken goes when its bytes count no longer for its tenant, and nothing is known of it: a server
+that is paused for days does not collect them."""
 METRICS = _history("METRICS", "metric.*.*", max_msgs_per_subject=100_000, max_bytes=352 * MIB, duplicate_window=DEDUP_S)
 """May forget: the oldest points of all jobs go when it is full, so that history never takes the
 room of work. One worker's point a second is about 50 MB a day. The server sets `max_bytes` aside when it makes the

@@ -16,12 +16,13 @@ from structlog.testing import capture_logs
 
 from opentinker.shared.messaging.bus import Bus, NoReply, NoResponders, StreamFull, TooLarge
 from opentinker.shared.messaging.stored_messages import stream_sequence
-from opentinker.shared.messaging.subjects import ENV_STEP, GROUP, GROUPS, METRIC, TICKET, WAKE, Subject
+from opentinker.shared.messaging.subjects import ENV_STEP, GROUP, GROUPS, METRIC, SAMPLES, TICKET, WAKE, Subject
 from opentinker.shared.runtime.telemetry import MetricSource
 from opentinker.shared.types.codec import WireError
 from opentinker.shared.types.core import StopReason, Ticket
 from opentinker.shared.types.env_protocol import SessionReply, StepSession
 from opentinker.shared.types.errors import OpenTinkerError
+from opentinker.shared.types.tinker import ANSWER_KEPT_S
 from tests.conftest import WAIT_S, Server, soon, until
 from tests.integration.shared.bus_tickets import connected, none_left, publish, restart
 from tests.support.factories import make_ticket
@@ -171,6 +172,13 @@ async def test_nothing_but_the_disk_limits_the_groups_between_two_checkpoints(ow
             await bus.publish(group, make_ticket(seq=seq), f"long/{seq}", job="long")
         config = (await bus.js.stream_info("GROUPS")).config
         assert (config.max_msgs, config.max_msgs_per_subject, config.max_bytes, config.max_age) == (-1, -1, -1, 0)
+
+
+async def test_requests_for_samples_leave_the_stream_when_they_count_no_longer(own_server: Server) -> None:
+    async with connected(own_server) as bus:
+        await bus.js.update_stream(SAMPLES.evolve(max_age=0.0))  # as an earlier release made it
+        await bus.ensure_streams()
+        assert (await bus.js.stream_info("SAMPLES")).config.max_age == ANSWER_KEPT_S
 
 
 async def test_message_over_the_limit_of_the_server_is_refused_with_both_numbers(bus: Bus, job: str) -> None:
