@@ -220,8 +220,7 @@ MAX_CELLS = 4_000_000
 def too_many_cells(request: SampleRequest, max_tokens: int) -> str:
     """Return that the arrays of the answer may be too large, and what to do; empty if they are not. `max_tokens`: that
     a sample may have."""
-    drawn = request.count * max_tokens * (1 + request.likely)
-    cells = drawn + len(request.prompt) // 4 * request.likely_prompt
+    cells = _cells(request, max_tokens)
     if cells <= MAX_CELLS:
         return ""
     return (
@@ -229,6 +228,17 @@ def too_many_cells(request: SampleRequest, max_tokens: int) -> str:
         f"topk_prompt_logprobs of each token of the prompt, and {MAX_CELLS} are the most: ask for fewer samples at a "
         "time, set a lower max_tokens, or ask for fewer of the likeliest tokens"
     )
+
+
+def most_bytes(request: SampleRequest, max_tokens: int) -> int:
+    """Return how many bytes the arrays of the answer may have."""
+    return 8 * min(_cells(request, max_tokens), MAX_CELLS) + len(request.prompt) * request.prompt_logprobs
+
+
+def _cells(request: SampleRequest, max_tokens: int) -> int:
+    """Return how many pairs of a token and its log-probability the answer may have."""
+    prompt = len(request.prompt) // 4 * request.likely_prompt
+    return prompt + request.count * max_tokens * (1 + request.likely)
 
 
 def prompt_too_long(tokens: int, context: int) -> str:

@@ -41,6 +41,7 @@ from opentinker.shared.types.tinker import (
     SampleParams,
     Sampler,
     SampleRequest,
+    most_bytes,
     prompt_too_long,
     too_many_cells,
 )
@@ -49,7 +50,8 @@ JSON = "application/json"
 MAX_SAMPLES, MAX_LIKELY, MAX_STOPS = 256, 20, 64
 MAX_TOKENS = 1 << 20
 ASSUMED_TOKENS = 4096
-"""Tokens counted for a sample until it is drawn, where neither `max_tokens` nor the server's job bounds it."""
+"""Tokens counted for a sample until it is drawn, also in the bytes of its answer, where neither `max_tokens` nor the
+server's job bounds it."""
 
 
 class SamplingApi:
@@ -113,10 +115,12 @@ class SamplingApi:
         asked = sample_of(body, f"{sampler.id}#{seq}", tenant_of(request))
         _refuse_large(asked, context_of(job))
         digest, prompt = hashlib.sha256(codec.encode(asked)).hexdigest()[:24], len(asked.prompt) // 4
-        drawn = asked.count * (_most_tokens(asked, context_of(job)) or ASSUMED_TOKENS)
+        most = _most_tokens(asked, context_of(job)) or ASSUMED_TOKENS
         with too_many("samples"):
             quota = self._access.quota(sampler.tenant, job)
-            noted = await self._store.ask_sample(asked.request, digest, quota, prompt=prompt, drawn=drawn)
+            noted = await self._store.ask_sample(
+                asked.request, digest, quota, prompt=prompt, drawn=asked.count * most, answer=most_bytes(asked, most)
+            )
         if noted.state != "known" or await self._store.answered(asked.request) is None:
             # one that was lost needs another id: under the first one the stream takes it for a repetition
             await self._publish(asked, sampler, f"{asked.request}@{noted.lost}" if noted.lost else asked.request)

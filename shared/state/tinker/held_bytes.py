@@ -1,8 +1,10 @@
-"""Counts the bytes that the server keeps for a tenant until its clients go on: of requests without an answer, and of
-large answers that were not read. So they fill neither the streams nor Redis.
+"""Counts the bytes that the server keeps for a tenant until its clients go on: of requests without an answer, of the
+large answers that those for samples may have, and of large answers that were not read. So they fill neither the streams
+nor Redis.
 
 Redis keys:
-    tinker:sizes  hash: request without an answer, or key of a large answer that was not read -> BYTES TENANT
+    tinker:sizes  hash: request without an answer, key of one for samples (of the answer that it may have), or key of a
+                  large answer that was not read -> BYTES TENANT
     tinker:bytes  hash: tenant -> sum of its
     tinker:kept   sorted set: those of the first hash that count for a time alone, by the Unix time at which it ends
 """
@@ -77,7 +79,8 @@ class HeldBytes:
     async def release_samples(self, job: str) -> None:
         """Count the bytes of requests for samples of a server that has ended no longer."""
         for tenant in await self._redis.hkeys("tinker:bytes"):
-            await self._release_all(keys=[f"tinker:waiting:{job}:{tenant}", "", *HELD_KEYS], args=["", ""])
+            for prefix in ("", "tinker:draw:"):
+                await self._release_all(keys=[f"tinker:waiting:{job}:{tenant}", "", *HELD_KEYS], args=[prefix, ""])
 
 
 def too_many_bytes(tenant: str) -> TooManyWaiting:

@@ -79,8 +79,8 @@ return kept and 1 or 0
 
 # KEYS draw, answer, waiting, tokens, reserved, owed, HELD_KEYS. ARGV: request, digest, now, seconds,
 # MAX_WAITING_SAMPLES, tenant, job, minute, tokens of the prompt, tokens in all, limit (empty: they are not counted), 1
-# for one whose answer is forgotten, UNSENT_S, bytes, MAX_HELD_BYTES. Returns a code, and how often the request was
-# lost.
+# for one whose answer is forgotten, UNSENT_S, bytes, MAX_HELD_BYTES, bytes that the answer may have. Returns a code,
+# and how often the request was lost.
 ASK_SAMPLE = (
     HELD
     + _OWED
@@ -93,7 +93,7 @@ if known and not again then
   if redis.call('EXISTS', KEYS[2]) == 1 or redis.call('ZSCORE', KEYS[3], ARGV[1]) then return {1, lost} end
 end
 if redis.call('ZCARD', KEYS[3]) >= tonumber(ARGV[5]) then return {-1, lost} end
-if is_full(ARGV[14], ARGV[6], ARGV[15], ARGV[3]) then return {-3, lost} end
+if is_full(ARGV[14] + ARGV[16], ARGV[6], ARGV[15], ARGV[3]) then return {-3, lost} end
 if ARGV[11] ~= '' then
   local limit = tonumber(ARGV[11])
   if tonumber(redis.call('GET', KEYS[4]) or 0) + owed(KEYS[6], limit, ARGV[8]) >= limit then return {-2, lost} end
@@ -104,7 +104,9 @@ if again then
 end
 redis.call('HSET', KEYS[1], 'digest', ARGV[2], 'tenant', ARGV[6], 'job', ARGV[7])
 redis.call('ZADD', KEYS[3], tonumber(ARGV[3]) - tonumber(ARGV[4]) + tonumber(ARGV[13]), ARGV[1])
-hold(ARGV[1], ARGV[14], ARGV[6], tonumber(ARGV[3]) + tonumber(ARGV[13]))
+for name, bytes in pairs({[ARGV[1]] = ARGV[14], [KEYS[1]] = ARGV[16]}) do
+  hold(name, bytes, ARGV[6], tonumber(ARGV[3]) + tonumber(ARGV[13]))
+end
 redis.call('EXPIRE', KEYS[1], ARGV[4])
 redis.call('EXPIRE', KEYS[3], ARGV[4])
 if ARGV[11] ~= '' then
@@ -118,26 +120,27 @@ return {2, lost}
 """
 )
 
-# KEYS answer, waiting, tokens and reserved of the minute of the request, tokens of this minute, HELD_KEYS. ARGV:
+# KEYS answer, draw, waiting, tokens and reserved of the minute of the request, tokens of this minute, HELD_KEYS. ARGV:
 # answer, seconds, request, tokens reserved, tokens more than those (both empty: they stay), 1 if it waits no longer,
 # bytes that count until it is read, tenant, when it expires
 ANSWER_SAMPLE = (
     HELD
     + """
 local kept = redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[2], 'NX')
+release(KEYS[2])
 if ARGV[6] == '1' then
-  redis.call('ZREM', KEYS[2], ARGV[3])
+  redis.call('ZREM', KEYS[3], ARGV[3])
   release(ARGV[3])
 end
 if not kept then return 0 end
 hold(KEYS[1], ARGV[7], ARGV[8], ARGV[9])
 if ARGV[4] == '' then return 1 end
-if redis.call('EXISTS', KEYS[4]) == 1 then redis.call('INCRBY', KEYS[4], -tonumber(ARGV[4])) end
+if redis.call('EXISTS', KEYS[5]) == 1 then redis.call('INCRBY', KEYS[5], -tonumber(ARGV[4])) end
 local more = tonumber(ARGV[5])
 if more > 0 then
-  redis.call('INCRBY', KEYS[5], ARGV[5])
-  redis.call('EXPIRE', KEYS[5], 120)
-elseif more < 0 and redis.call('EXISTS', KEYS[3]) == 1 then redis.call('INCRBY', KEYS[3], ARGV[5]) end
+  redis.call('INCRBY', KEYS[6], ARGV[5])
+  redis.call('EXPIRE', KEYS[6], 120)
+elseif more < 0 and redis.call('EXISTS', KEYS[4]) == 1 then redis.call('INCRBY', KEYS[4], ARGV[5]) end
 return 1
 """
 )

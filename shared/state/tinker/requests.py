@@ -139,7 +139,7 @@ class TinkerRequests(HeldBytes):
         owner, _, number = request.partition("#")
         if TRAINED in owner:
             return await self._redis.zscore(f"tinker:open:{owner}", number) is None
-        tenant, job = await self._redis.hmget(f"tinker:draw:{request}", "tenant", "job")
+        tenant, job = await self._redis.hmget(_draw_key(request), "tenant", "job")
         return tenant is not None and await self._redis.zscore(_waiting(job, tenant), request) is None
 
     async def was_asked(self, request: str) -> bool:
@@ -147,37 +147,38 @@ class TinkerRequests(HeldBytes):
         owner, _, number = request.partition("#")
         if TRAINED in owner:
             return bool(await self._redis.hexists(f"tinker:asked:{owner}", number))
-        return bool(await self._redis.exists(f"tinker:draw:{request}"))
+        return bool(await self._redis.exists(_draw_key(request)))
 
     # --- requests for samples -----------------------------------------------------------------------------------
 
     async def ask_sample(
-        self, request: str, digest: str, quota: Quota, *, prompt: int = 0, drawn: int = 0
+        self, request: str, digest: str, quota: Quota, *, prompt: int = 0, drawn: int = 0, answer: int = 0
     ) -> AskedSample:
         """Note the body of a request for samples, and count its tokens: those of the prompt, and `drawn`, which the
-        samples may have; its answer corrects them. The prompt's bytes count while the request waits. `sent` must follow
-        within UNSENT_S.
+        samples may have; its answer corrects them. The prompt's bytes count while the request waits, and those that its
+        answer may have (`answer`), if that is a large one, until it is there. `sent` must follow within UNSENT_S.
 
         Raises Conflict if its number was used with another body, TooManyWaiting if MAX_WAITING_SAMPLES requests of the
         tenant have no answer on this server or MAX_HELD_BYTES are kept for it, TokensSpent if the limit is reached."""
-        asked = await self._note_sample(request, digest, quota, prompt, drawn, again=False)
+        most = answer if answer > LARGE_ANSWER else 0
+        asked = await self._note_sample(request, digest, quota, prompt, drawn, most, again=False)
         if asked.state == "new":
             return asked
-        answer = await self.answered(request)
-        if answer is None or not isinstance(answer.result, Failed) or not answer.result.lost:
+        known = await self.answered(request)
+        if known is None or not isinstance(known.result, Failed) or not known.result.lost:
             return asked
-        asked = await self._note_sample(request, digest, quota, prompt, drawn, again=True)
+        asked = await self._note_sample(request, digest, quota, prompt, drawn, most, again=True)
         return asked._replace(state="again") if asked.state == "new" else asked
 
     async def _note_sample(
-        self, request: str, digest: str, quota: Quota, prompt: int, drawn: int, *, again: bool
+        self, request: str, digest: str, quota: Quota, prompt: int, drawn: int, most: int, *, again: bool
     ) -> AskedSample:
         known, lost = await self._ask_sample(
-            keys=[f"tinker:draw:{request}", _answer_key(request), _waiting(quota.job, quota.tenant), quota.key,
+            keys=[_draw_key(request), _answer_key(request), _waiting(quota.job, quota.tenant), quota.key,
                   quota.reserved, quota.owed, *HELD_KEYS],
             args=[request, digest, time.time(), ANSWER_KEPT_S, MAX_WAITING_SAMPLES, quota.tenant, quota.job,
                   quota.minute, prompt, prompt + drawn, "" if quota.limit is None else quota.limit, int(again),
-                  UNSENT_S, 4 * prompt, held_bytes.MAX_HELD_BYTES],
+                  UNSENT_S, 4 * prompt, held_bytes.MAX_HELD_BYTES, most],
         )  # fmt: skip
         if not known:
             raise Conflict(f"the number of {request} was used for another request")
@@ -198,12 +199,13 @@ class TinkerRequests(HeldBytes):
         now = time.time()
         async with self._redis.pipeline(transaction=False) as pipe:
             pipe.zadd(_waiting(job, tenant), {request: now}, xx=True)
-            pipe.zadd("tinker:kept", {request: now + ANSWER_KEPT_S}, xx=True)
+            ends = dict.fromkeys((request, _draw_key(request)), now + ANSWER_KEPT_S)
+            pipe.zadd("tinker:kept", ends, xx=True)
             await pipe.execute()
 
     async def drop_sample(self, request: str) -> None:
         """Note that a worker has taken a request for samples that had its answer: it waits no longer."""
-        tenant, job = await self._redis.hmget(f"tinker:draw:{request}", "tenant", "job")
+        tenant, job = await self._redis.hmget(_draw_key(request), "tenant", "job")
         if tenant is not None:
             await self._redis.zrem(_waiting(job, tenant), request)
             await self.release(request)
@@ -211,7 +213,7 @@ class TinkerRequests(HeldBytes):
     async def losses(self, request: str) -> Losses:
         """Return how often the drawing of a request has begun, without an answer since and without being handed back:
         asked before it begins, how many workers were lost."""
-        beside, alone = await self._redis.hmget(f"tinker:draw:{request}", "beside", "alone")
+        beside, alone = await self._redis.hmget(_draw_key(request), "beside", "alone")
         return Losses(int(beside or 0), int(alone or 0))
 
     async def begin_draw(self, request: str, *, alone: bool) -> None:
@@ -222,7 +224,7 @@ class TinkerRequests(HeldBytes):
         await self._count_draw(request, alone, -1)
 
     async def _count_draw(self, request: str, alone: bool, change: int) -> None:
-        key = f"tinker:draw:{request}"
+        key = _draw_key(request)
         async with self._redis.pipeline(transaction=False) as pipe:
             pipe.hincrby(key, "alone" if alone else "beside", change)
             pipe.expire(key, ANSWER_KEPT_S)
@@ -242,7 +244,7 @@ class TinkerRequests(HeldBytes):
             keys = [key, f"tinker:open:{owner}", *HELD_KEYS]
             args = [text, str(ANSWER_KEPT_S), number, answer.request, held, expires]
             return bool(await self._answer(keys=keys, args=args))
-        draw = f"tinker:draw:{answer.request}"
+        draw = _draw_key(answer.request)
         tenant, job, minute, prompt, reserved = await self._redis.hmget(
             draw, "tenant", "job", "minute", "prompt", "reserved"
         )
@@ -253,7 +255,7 @@ class TinkerRequests(HeldBytes):
             reserves, change = reserved, str(_tokens_of(answer, int(prompt)) - int(reserved))
         then, now = [Quota(job=job, tenant=tenant, minute=one) for one in (int(minute or 0), int(time.time() // 60))]
         return bool(await self._answer_sample(
-            keys=[key, _waiting(job, tenant), then.key, then.reserved, now.key, *HELD_KEYS],
+            keys=[key, draw, _waiting(job, tenant), then.key, then.reserved, now.key, *HELD_KEYS],
             args=[text, ANSWER_KEPT_S, answer.request, reserves, change, int(not cancelled), held, tenant, expires],
         ))  # fmt: skip
 
@@ -289,6 +291,10 @@ class TinkerRequests(HeldBytes):
 
 def _answer_key(request: str) -> str:
     return f"tinker:answer:{request}"
+
+
+def _draw_key(request: str) -> str:
+    return f"tinker:draw:{request}"
 
 
 def _waiting(job: str, tenant: str) -> str:

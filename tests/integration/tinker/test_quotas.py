@@ -242,6 +242,32 @@ async def test_the_bytes_of_prompts_that_wait_are_bounded(
     assert await ask(5) == 200 and await held(ctx) == 12, "the others are forgotten"
 
 
+async def test_the_bytes_of_large_answers_count_before_they_are_there(
+    user: Client, workers: FakeWorkers, ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, answer = 3 * 4, 2 * 5000 * 8 + 3 * 4
+    monkeypatch.setattr("opentinker.shared.state.tinker.held_bytes.MAX_HELD_BYTES", 2 * (prompt + answer))
+    sampler, workers.answers = await sampler_of(user), False
+
+    async def ask(seq: int, max_tokens: int = 5000) -> int:
+        body: dict[str, Any] = {"sampling_params": {"max_tokens": max_tokens}, "num_samples": 2}
+        return (await user.post("asample", **asked(sampler, seq, prompt_logprobs=True, **body)))[0]
+
+    assert [await ask(seq) for seq in (0, 1, 0, 2)] == [200, 200, 200, 429]
+    assert await held(ctx) == 2 * (prompt + answer)
+    await workers.draw(f"{sampler}#0")
+    assert await held(ctx) == prompt + answer, "the answer is a small one"
+    assert [await ask(2, 4000), await ask(3, 4000)] == [200, 200], "answers of 64 kB count nothing"
+    await workers.say(f"{sampler}#1", Failed(error="its worker has left", lost=True))
+    assert await held(ctx) == 2 * prompt
+    assert [await ask(1), await ask(4), await held(ctx)] == [200, 429, 3 * prompt + answer]
+    await user.ok("cancel_future", request_id=f"{sampler}#1")
+    assert await held(ctx) == 3 * prompt, "there will be none; the prompt is in the stream"
+    assert [await ask(4), await held(ctx)] == [200, 4 * prompt + answer]
+    await workers.store.release_samples(workers.job)
+    assert await held(ctx) == 0
+
+
 async def test_answers_that_nobody_reads_are_bounded(
     user: Client, workers: FakeWorkers, ctx: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,7 +303,7 @@ async def test_answers_that_nobody_reads_are_bounded(
     await answered(8)
     assert await held(ctx) == answer, "the other one has expired"
     await user.result({"request_id": f"{model}#8"})
-    drawn = await user.ok("asample", **asked(sampler))
+    drawn = await user.ok("asample", **asked(sampler, sampling_params={"max_tokens": 3}))
     await until(lambda: workers.store.answered(drawn["request_id"]))
     assert await held(ctx) == 3 * 8, "tokens and log-probabilities"
     await user.result(drawn)
