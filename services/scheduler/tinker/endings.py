@@ -71,6 +71,7 @@ class Endings:
 
     async def _round(self, began: float) -> None:
         before = began - SESSION_KEPT_S
+        await self._store.release_answered()
         left = await self._store.sessions_left(before)
         if self._may_end_sessions():
             await self._store.drop_unread()

@@ -277,6 +277,28 @@ class TinkerRequests(HeldBytes):
             found = await pipe.execute()
         return {request for request, there in zip(requests, found, strict=True) if there}
 
+    async def release_answered(self) -> None:
+        """Count the bytes of requests with an answer no longer: trainers and rollout workers of earlier releases, which
+        are replaced after the scheduler, do not release them."""
+        names = [name async for name, _ in self._redis.hscan_iter(HELD_KEYS[0], count=1000)]
+        requests = [name.removeprefix(_draw_key("")) for name in names if not name.startswith(_answer_key(""))]
+        for start in range(0, len(requests), 500):
+            some = requests[start : start + 500]
+            async with self._redis.pipeline(transaction=False) as pipe:
+                for request in some:
+                    pipe.hmget(_draw_key(request), "tenant", "job")
+                of = await pipe.execute()
+            async with self._redis.pipeline(transaction=False) as pipe:
+                for request, (tenant, job) in zip(some, of, strict=True):
+                    owner, _, number = request.partition("#")
+                    is_command = TRAINED in owner
+                    pipe.zscore(*(f"tinker:open:{owner}", number) if is_command else (_waiting(job, tenant), request))
+                waits = await pipe.execute()
+            for request in {request for request, since in zip(some, waits, strict=True) if since is None}:
+                await self.release(request)
+                await self.release(_draw_key(request))
+        await self._redis.delete("tinker:held")  # the sums of earlier releases
+
     async def tokens(self, job: str, tenant: str, minute: int) -> int:
         """Return how many tokens the tenant's requests to a job had in this minute."""
         return int(await self._redis.get(Quota(job=job, tenant=tenant, minute=minute).key) or 0)

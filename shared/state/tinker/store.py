@@ -168,9 +168,9 @@ class TinkerStore(TinkerSessions):
 
     async def remove_model(self, model: TinkerModel) -> bool:
         """Remove what is known of a model that has ended: while it has checkpoints its record stays, and its samplers.
-        Return whether nothing is left."""
+        Return whether nothing is left. `sizes` is of earlier releases."""
         await self.release_commands(model.id)
-        await self._redis.delete(f"tinker:asked:{model.id}", f"tinker:open:{model.id}")
+        await self._redis.delete(*(f"tinker:{key}:{model.id}" for key in ("asked", "open", "sizes")))
         if await self._redis.exists(f"tinker:checkpoints:{model.id}"):
             return False
         async with self._redis.pipeline(transaction=True) as pipe:
