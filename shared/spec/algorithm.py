@@ -169,9 +169,9 @@ class AlgorithmSpec(SpecPart):
     @property
     def learns_from(self) -> Literal["groups", "batches", "more"]:
         """What must have different rewards for anything to be learned: a group; groups or batches; or nothing, because
-        it learns from `more` than rewards, or from those of seats within an episode."""
+        it learns from `more` than rewards, or from those of seats or turns within an episode."""
         taught = self.advantage == "none" or self.distill_coef or self.kl_in == "reward"
-        if taught or self.team or self.episode_peers:
+        if taught or self.team or self.episode_peers or self.advantage == "per_turn":
             return "more"
         return "batches" if self.advantage in algorithm_parts.BATCH_BASELINES else "groups"
 

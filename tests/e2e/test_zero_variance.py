@@ -51,6 +51,7 @@ async def test_groups_of_equal_rewards_are_replaced_and_the_ledger_balances(tmp_
         ({"name": "ppo"}, [(1.0, 0.5, 0.0), (1.0, 0.6, 0.0)], False),
         ({"name": "ppo"}, [(1.0, 0.5, 0.2)], False),
         ({"name": "distill", "distill_coef": 1.0}, [(1.0, 0.0, 0.0)], False),
+        ({"advantage": "per_turn"}, [(1.0, 1.0, 0.0)], False),
         ({"name": "grpo"}, [], False),
     ],
 )

@@ -305,6 +305,7 @@ def test_equal_groups_are_told_where_they_teach_nothing(
 ) -> None:
     low, high = rewards
     values = {"zero_variance": 1.0, "reward/mean": high / 3, "reward/min": low, "reward/max": high}
-    teacher = {"teacher": {"base": "t"}} if algorithm["name"] == "distill" else {}
+    teacher = {"teacher": {"base": "t"}} if algorithm.get("name") == "distill" else {}
     found = list(findings_on_learning(values, make_spec(algorithm=algorithm, train=TORCH, **teacher)))
     assert ["nothing is learned" in one.what for one in found] == [True] * is_told
+        ({"advantage": "per_turn", "group_size": 8}, (1.0, 1.0), False),

@@ -165,6 +165,7 @@ ALONE = {"name": "reinforce_pp", "group_size": 1, "groups_per_batch": 64}
         ({"name": "ppo"}, {"entropy": 0.001}, {"entropy"}),
         ({"name": "spiral"}, {}, set()),
         ({"name": "grpo"}, {}, {"zero_variance"}),
+        ({"advantage": "per_turn", "gamma": 0.9}, {"reward/mean": 1.0, "reward/min": 1.0}, set()),
         (ALONE, {"reward/mean": 0.0, "reward/max": 0.0}, {"zero_variance"}),
         ({"name": "ppo"}, {"reward/mean": 0.1 + 0.2, "reward/min": 0.3, "reward/max": 0.1 + 0.2}, {"zero_variance"}),
         ({"name": "distill", "distill_coef": 1.0}, {}, set()),
