@@ -110,8 +110,10 @@ class EvalScheduler:
 
     async def over(self) -> bool:
         """Wait while an evaluation runs. Returns False if the service stops first."""
-        while self._version is not None and not self.ctx.stopping.is_set():
-            await wait_event(self._idle, POLL_S)
+        if self._version is not None:
+            with self.reporter.lanes.busy("training", "wait", str(self._version)):
+                while self._version is not None and not self.ctx.stopping.is_set():
+                    await wait_event(self._idle, POLL_S)
         return self._version is None
 
     async def finish(self, step: int) -> bool:

@@ -172,12 +172,13 @@ class SupervisedJob:
         if not self.examples.validation or self.step in self.reporter.evaluations.steps:
             return
         began = time.monotonic()
-        found = await self.reporter.run_interruptible(
-            asyncio.to_thread(self.learner.evaluate, self.examples.validation)
-        )
+        version = WeightVersion(self.lease.epoch, self.step)
+        with self.reporter.lanes.busy("training", "evaluation", str(version)):
+            found = await self.reporter.run_interruptible(
+                asyncio.to_thread(self.learner.evaluate, self.examples.validation)
+            )
         values = {f"{PREFIX}{name}": value for name, value in found.items()}
         values[f"{PREFIX}seconds"] = time.monotonic() - began
-        version = WeightVersion(self.lease.epoch, self.step)
         await self.reporter.evaluations.add(version, values, self.spec.train.target)
 
     async def _save(self, *, last: bool = False) -> None:

@@ -52,6 +52,10 @@ SLOW: dict[str, tuple[str, tuple[Choice, ...]]] = {
         ),
     ),
     "checkpoint": ("checkpoints take much of the time", ("a larger train.checkpoint_every", LORA)),
+    "validation": (
+        "the trainer evaluates validation rows instead of training",
+        ("a larger data.validate_every", "fewer of them (data.validation)"),
+    ),
     "swap": (
         "weight transfer is slow",
         (

@@ -67,7 +67,7 @@ class DiagnosisApi:
             findings.append(Finding(f"its stored spec is not valid here: {error}", "submit it anew"))
         else:
             if job.state.held and job.kind not in ENDLESS:  # whose workers are silent between requests
-                findings += findings_on_time(seconds, holders, job.state, spec)
+                findings += findings_on_time(seconds, holders, job.state, spec, is_eval=job.kind == "eval")
             for policy in job.policies or [""]:
                 values = points.get(trainer_source(policy), {}).get("values", {})
                 findings += findings_on_learning(values, spec, policy)

@@ -28,7 +28,10 @@ LARGE = 0.4
 IDLE = 0.15
 SOLVED = 0.9
 EQUAL_SHARE = 0.9
-LOOK = "`opentinker logs JOB --level warning`; a process that hangs can be killed: others take its work over"
+LOOK = (
+    "`opentinker logs JOB --level warning`; a process that hangs, rather than lacks work, can be killed: others take "
+    "its work over"
+)
 SILENT_S = 10.0
 """A worker that has done nothing for the job for this time is named."""
 
@@ -39,9 +42,10 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def findings_on_time(
-    seconds: Mapping[str, float], holders: Sequence[Holder], state: str, spec: JobSpec
+    seconds: Mapping[str, float], holders: Sequence[Holder], state: str, spec: JobSpec, *, is_eval: bool = False
 ) -> Iterator[Finding]:
-    """Yield what the time went to, and who does nothing. `holders`: the workers that hold the job."""
+    """Yield what the time went to, and who does nothing. `holders`: the workers that hold the job. `is_eval`: of a job
+    that plays evaluations and nothing else: a worker of it that is silent may have none of the last episodes."""
     whole = sum(seconds.values()) or 1.0
     specs = [spec_of(spec, policy) for policy in spec.policies or [""]]
     for cause, spent in sorted(seconds.items(), key=lambda item: -item[1]):
@@ -51,11 +55,12 @@ def findings_on_time(
             what = f"{100 * spent / whole:.0f} % of the time: {cause}{f', now: {now}' if now else ''}"
             yield Finding(what, f"{lead}: {choices_for(specs, choices)}")
     if seconds.get("nothing", 0.0) / whole < IDLE:
-        yield from _findings_on_hung(holders, whole)
+        if not is_eval:
+            yield from _findings_on_hung(holders, whole)
         return
     idle = f"{100 * seconds['nothing'] / whole:.0f} % of the time no worker was busy with the job"
     silent = {one.worker: one.silent_s for one in holders if one.silent_s >= SILENT_S}
-    if silent:
+    if silent and not (is_eval and len(silent) < len(holders)):
         yield Finding(f"{idle}; silent: {_times(silent)}", LOOK)
     elif not holders:
         yield Finding(f"{idle}: no worker holds it ({state})", "opentinker job JOB says what it waits for")
@@ -64,8 +69,9 @@ def findings_on_time(
 
 
 def _findings_on_hung(holders: Sequence[Holder], whole_s: float) -> Iterator[Finding]:
-    """Yield who has been silent for the whole time while others worked. A trainer never is: it says that it waits.
-    Rollout workers are all silent while they wait for a long step, but not one of several."""
+    """Yield who has been silent for the whole time while others worked. A trainer never is: it says that it waits, or
+    evaluates. Rollout workers are all silent while they wait for a long step, but not one of several, unless the others
+    play the last episodes that anybody waits for."""
     bound_s = max(SILENT_S, whole_s)
     busy = {one.pool for one in holders if one.silent_s < bound_s}
     hung = {one.worker: one.silent_s for one in holders if one.silent_s >= bound_s}

@@ -24,6 +24,7 @@ CAUSES: dict[str, dict[str, Cause | None]] = {
         "queue": (0, "waiting for other jobs' training"),
         "": (1, "training"),
         "checkpoint": (2, "checkpoint"),
+        "evaluation": (2, "validation"),
         "wait": None,
     },
     "swap": {

@@ -13,7 +13,7 @@ from opentinker.services.trainer.eval_scheduler import EvalScheduler
 from opentinker.services.trainer.job_reporter import JobReporter
 from opentinker.services.trainer.learners.base import EmptySnapshot, SimulatedLearner
 from opentinker.shared.evaluation.validation_metrics import validation_metrics
-from opentinker.shared.messaging.subjects import EXAM, EXAM_RESULT
+from opentinker.shared.messaging.subjects import EXAM, EXAM_RESULT, TIMELINE
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types.core import Ending, Lease, Message, Pool, WeightVersion
@@ -21,7 +21,7 @@ from opentinker.shared.types.errors import JobFailed
 from opentinker.shared.types.evaluation import EvalEpisode, EvalResult, exam_seed
 from tests.conftest import WAIT_S, soon, until
 from tests.support.factories import V0, make_result, make_spec
-from tests.support.scheduling import kinds, running
+from tests.support.scheduling import kinds, messages, running
 
 V = WeightVersion
 
@@ -167,6 +167,20 @@ async def test_job_of_before_without_an_opponent_but_a_pool_fails_with_the_reaso
         else:
             with pytest.raises(JobFailed, match=problem):
                 await asyncio.wait_for(it.run(), 5)
+
+
+async def test_a_trainer_that_waits_for_the_last_evaluation_says_so_every_second(ctx: Context) -> None:
+    """Or it would be called silent, and maybe killed."""
+    t = await trial(ctx)
+    parts = await messages(ctx.bus, TIMELINE, job=t.job, worker=ctx.worker)
+    async with running(t.it.run()), running(t.record.lanes.run()), running(t.it.finish(4)) as finishing:
+        t.it.served(V(1, 4))
+        await t.asked(2)
+        said = await until(lambda: [one for part in parts for one in part.segments], lambda found: len(found) >= 2)
+        await t.answer(make_result(0, V(1, 4)), make_result(1, V(1, 4)))
+        assert await soon(finishing)
+    assert {(one.lane, one.kind, one.version) for one in said} == {("training", "wait", str(V(1, 4)))}
+    assert said[1].start == said[0].end
 
 
 async def test_version_that_is_due_waits_for_the_evaluation_before_it(ctx: Context) -> None:

@@ -189,9 +189,12 @@ async def test_job_whose_rows_have_changed_does_not_go_on(ctx: Context) -> None:
 async def test_validation_comes_before_the_first_step_on_schedule_and_at_the_end(ctx: Context) -> None:
     student = Student()
     spec = spec_of(data={"validation": 0.5, "validate_every": 4})
+    parts = await messages(ctx.bus, TIMELINE, job=JOB, worker=ctx.worker)
     job = await prepare(ctx, student, spec, rows(10, validation=3))
     await job.run()
     assert student.evaluated == [0, 4, 6] and student.prepared == 13
+    told = [("evaluation", f"1.{step}") for step in (0, 4, 6)]
+    await until(lambda: {(one.kind, one.version) for part in parts for one in part.segments} >= {*told})
     lines = [orjson.loads(line) for line in (job.reporter.root.parent / "validation.jsonl").read_bytes().splitlines()]
     assert [line["step"] for line in lines] == [0, 4, 6]
     assert lines[0]["val/tokens"] == 3 and lines[0]["val/loss"] == 2.0

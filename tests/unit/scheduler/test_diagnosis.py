@@ -90,6 +90,13 @@ def test_evaluations_are_the_work_of_an_eval_job() -> None:
     assert seconds_by_cause(played, 0.0, 10.0) == {"evaluation": 10.0}
 
 
+def test_the_validation_of_rows_is_no_training() -> None:
+    rows = {"name": "t", "kind": "sft", "model": {"base": "m"}, "data": {"path": "rows.jsonl"}, "train": {"steps": 1}}
+    played = [seg("training", "step", 0.0, 2.0), seg("training", "evaluation", 2.0, 10.0)]
+    assert seconds_by_cause(played, 0.0, 10.0) == {"training": 2.0, "validation": 8.0}
+    assert "data.validate_every" in advice_on("validation", parse_spec(rows))
+
+
 def test_waits_for_other_jobs_are_not_the_job_s_own_work() -> None:
     """A step in a shared trainer says at its end how long it waited; groups wait for a pass of frozen models."""
     found = seconds_by_cause(
@@ -160,6 +167,19 @@ def test_who_is_silent_while_others_work_is_named(holders: tuple[Holder, ...], n
     """Rollout workers may all wait for a step that takes longer than the time that is looked at."""
     found = list(findings_on_time({"training": 119.0, "nothing": 1.0}, holders, "running", make_spec()))
     assert [one.what for one in found] == ["99 % of the time: training", *filter(None, [named])]
+
+
+def test_no_worker_of_an_eval_job_is_silent_while_another_plays_the_last_episodes() -> None:
+    spec = parse_spec({"name": "t", "kind": "eval", "model": {"base": "m"}, "environment": {"name": "copy_digits"}})
+    one, other = rollout("a", 1.0), rollout("b", 200.0)
+    busy, idle = {"environment": 119.0, "nothing": 1.0}, {"environment": 90.0, "nothing": 30.0}
+
+    def said(seconds: dict[str, float], *holders: Holder) -> list[str]:
+        found = findings_on_time(seconds, holders, "running", spec, is_eval=True)
+        return [finding.what for finding in found if "silent" in finding.what]
+
+    assert said(busy, one, other) == said(idle, one, other) == []
+    assert "silent: a for 30 s, b for 200 s" in said(idle, rollout("a", 30.0), other)[0], "nobody plays"
 
 
 @pytest.mark.parametrize(
@@ -298,6 +318,7 @@ def test_words_on_learning_know_the_spec(
         ({"name": "ppo", "group_size": 8}, (0.0, 0.0), True),
         ({"name": "grpo", "group_size": 8}, (0.0, 1.0), True),
         ({"name": "distill"}, (0.0, 0.0), False),
+        ({"advantage": "per_turn", "group_size": 8}, (1.0, 1.0), False),
     ],
 )
 def test_equal_groups_are_told_where_they_teach_nothing(
@@ -308,4 +329,3 @@ def test_equal_groups_are_told_where_they_teach_nothing(
     teacher = {"teacher": {"base": "t"}} if algorithm.get("name") == "distill" else {}
     found = list(findings_on_learning(values, make_spec(algorithm=algorithm, train=TORCH, **teacher)))
     assert ["nothing is learned" in one.what for one in found] == [True] * is_told
-        ({"advantage": "per_turn", "group_size": 8}, (1.0, 1.0), False),
