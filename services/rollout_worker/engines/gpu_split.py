@@ -17,7 +17,7 @@ from opentinker.shared.data.gpu_memory import CONTEXT_BYTES, ModelSize, Training
 from opentinker.shared.data.model_files import parameters_in
 from opentinker.shared.runtime.gpus import used_bytes
 from opentinker.shared.runtime.leased_worker import LeasedWorker
-from opentinker.shared.spec import JobSpec, parse_spec
+from opentinker.shared.spec import JobSpec, read_stored
 from opentinker.shared.spec.matches.policies import spec_of
 from opentinker.shared.spec.train import engine_ranks
 from opentinker.shared.state.store import Store
@@ -229,7 +229,7 @@ def _placed(workers: Iterable[WorkerInfo], leases: Iterable[Lease]) -> list[Work
 async def _other_jobs(store: Store, job: str, leases: Iterable[Lease]) -> dict[str, JobSpec]:
     """Return the specs of the other jobs that have one of these leases, by id."""
     ids = sorted({one.job for one in leases} - {job})
-    return {record.id: parse_spec(record.spec) for record in await store.jobs(ids)}
+    return {record.id: read_stored(record.spec) for record in await store.jobs(ids)}
 
 
 def is_shared(own: WorkerInfo, ranks: int, workers: Iterable[WorkerInfo]) -> bool:

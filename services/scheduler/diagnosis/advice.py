@@ -12,11 +12,11 @@ Choice = str | tuple[str, Callable[[JobSpec], object]]
 
 
 def choices_for(specs: Sequence[JobSpec], choices: Sequence[Choice]) -> str:
-    """Return the choices that fit any of these: the job's spec, or those of its policies."""
+    """Return the choices that fit any of these: the job's spec, or those of its policies; without specs, all."""
     fitting = [
         choice if isinstance(choice, str) else choice[0]
         for choice in choices
-        if isinstance(choice, str) or any(choice[1](spec) for spec in specs)
+        if isinstance(choice, str) or not specs or any(choice[1](spec) for spec in specs)
     ]
     *most, last = fitting or [""]
     return f"{', '.join(most)}{',' * (len(most) > 1)} or {last}" if most else last

@@ -26,7 +26,7 @@ from opentinker.shared import api_types
 from opentinker.shared.data.step_log import trainer_source
 from opentinker.shared.messaging.subjects import TIMELINE
 from opentinker.shared.security.authorization import Action
-from opentinker.shared.spec import parse_spec
+from opentinker.shared.spec import JobSpec, read_stored
 from opentinker.shared.types.core import ENDLESS, JobRecord
 from opentinker.shared.types.errors import SpecError
 from opentinker.shared.types.telemetry import TimelinePart
@@ -61,13 +61,14 @@ class DiagnosisApi:
         outage = await self.jobs.outage(job)
         points = await self.jobs.newest_points(job)
         findings = [*findings_on_waiting(job.waiting_for or outage.get("waiting_for", ""))]
+        spec: JobSpec | None = None
         try:
-            spec = parse_spec(job.spec)
+            spec = read_stored(job.spec)
         except SpecError as error:  # stored by another release
             findings.append(Finding(f"its stored spec is not valid here: {error}", "submit it anew"))
-        else:
-            if job.state.held and job.kind not in ENDLESS:  # whose workers are silent between requests
-                findings += findings_on_time(seconds, holders, job.state, spec, is_eval=job.kind == "eval")
+        if job.state.held and job.kind not in ENDLESS:  # whose workers are silent between requests
+            findings += findings_on_time(seconds, holders, job.state, spec, is_eval=job.kind == "eval")
+        if spec is not None:
             for policy in job.policies or [""]:
                 values = points.get(trainer_source(policy), {}).get("values", {})
                 findings += findings_on_learning(values, spec, policy)

@@ -42,12 +42,13 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def findings_on_time(
-    seconds: Mapping[str, float], holders: Sequence[Holder], state: str, spec: JobSpec, *, is_eval: bool = False
+    seconds: Mapping[str, float], holders: Sequence[Holder], state: str, spec: JobSpec | None, *, is_eval: bool = False
 ) -> Iterator[Finding]:
-    """Yield what the time went to, and who does nothing. `holders`: the workers that hold the job. `is_eval`: of a job
-    that plays evaluations and nothing else: a worker of it that is silent may have none of the last episodes."""
+    """Yield what the time went to, and who does nothing. `holders`: the workers that hold the job. `spec`: None if it
+    cannot be read. `is_eval`: of a job that plays evaluations and nothing else: a worker of it that is silent may have
+    none of the last episodes."""
     whole = sum(seconds.values()) or 1.0
-    specs = [spec_of(spec, policy) for policy in spec.policies or [""]]
+    specs = [] if spec is None else [spec_of(spec, policy) for policy in spec.policies or [""]]
     for cause, spent in sorted(seconds.items(), key=lambda item: -item[1]):
         if cause in SLOW and spent / whole >= LARGE:
             lead, choices = SLOW[cause]

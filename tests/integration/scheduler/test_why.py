@@ -9,6 +9,7 @@ from typing import Any
 from opentinker.client import AsyncClient
 from opentinker.shared.messaging.subjects import TIMELINE
 from opentinker.shared.runtime.service import Context
+from opentinker.shared.spec import read_stored
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobState, Lease, Pool
 from opentinker.shared.types.telemetry import Segment, TimelinePart
@@ -16,6 +17,7 @@ from opentinker.shared.types.trainer_group import RankShare
 from opentinker.shared.types.workers import WorkerInfo
 from tests.conftest import until
 from tests.support.scheduling import new_job
+from tests.unit.shared.spec.signalling_job import BASE, refused
 
 
 class HeldJob:
@@ -86,9 +88,25 @@ async def test_workers_that_load_are_named_with_their_time(client: AsyncClient, 
     assert "rollout-0 for 1" in said["what"] and "opentinker logs JOB -f" in said["advice"]
 
 
-async def test_a_spec_of_another_release_is_said(client: AsyncClient, store: Store) -> None:
-    job = await new_job(store, state=JobState.RUNNING)
-    spec = (await store.job(job)).spec | {"from_another_release": 1}
-    await store.redis.hset(f"job:{job}", "spec", json.dumps(spec))
-    found = await client.why(job)
-    assert "not valid here" in found["findings"][0]["what"]
+async def told_of(held: HeldJob, client: AsyncClient, spec: dict[str, Any]) -> list[str]:
+    """What is found where this is the stored spec and a trainer does nothing."""
+    await held.hold("trainer-0", Pool.TRAINER)
+    await held.store.redis.hset(f"job:{held.job}", "spec", json.dumps(spec))
+    return [one["what"] for one in (await client.why(held.job))["findings"]]
+
+
+async def test_a_spec_of_another_release_is_said(client: AsyncClient, ctx: Context, store: Store) -> None:
+    held = await HeldJob.begun(ctx, store, JobState.RUNNING)
+    told = await told_of(held, client, (await store.job(held.job)).spec | {"from_another_release": 1})
+    assert any("not valid here" in one for one in told)
+    assert any("silent: trainer-0" in one for one in told), "what needs no spec is said all the same"
+
+
+async def test_a_spec_that_would_be_refused_now_hides_nothing(client: AsyncClient, ctx: Context, store: Store) -> None:
+    held = await HeldJob.begun(ctx, store, JobState.RUNNING)
+    kept = {"keep_best": 1, "best_metric": "val/winrate/speaker/random"}
+    against = {"every": 5, "episodes": 4, "against": [{"bot": "random"}]}
+    assert refused(artifacts=kept, validation=against).keys() == {"artifacts.best_metric"}
+    stored = read_stored({**BASE, "artifacts": kept, "validation": against})
+    told = await told_of(held, client, stored.model_dump(mode="json"))
+    assert any("silent: trainer-0" in one for one in told) and not any("not valid" in one for one in told)
