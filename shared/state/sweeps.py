@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 import orjson
 
+from opentinker.shared.spec.sweeps.uses import uses_of
 from opentinker.shared.state.idempotency import KEPT_S, MADE_BEFORE, job_key, other_body, sweep_key
 from opentinker.shared.state.list_rows import tenants_key
 from opentinker.shared.state.notifications import seen_key
@@ -156,10 +157,12 @@ class SweepStore:
         return sorted(await self._redis.smembers(ACTIVE))
 
     async def active_uses(self) -> dict[str, list[str]]:
-        """Return the versions of uploads and checkpoints that their jobs name; none of sweeps of an older release."""
+        """Return the versions of uploads and checkpoints that their jobs name."""
         ids = await self.active()
         texts = await read_field(self._redis, [f"sweep:{id}" for id in ids], "uses")
-        return {id: orjson.loads(text or "[]") for id, text in zip(ids, texts, strict=True)}
+        found = {id: orjson.loads(text) for id, text in zip(ids, texts, strict=True) if text is not None}
+        earlier = await self.sweeps([id for id in ids if id not in found])  # of a release that did not write them
+        return found | {sweep.id: uses_of(sweep.table, sweep.base) for sweep in earlier}
 
     async def is_active(self, id: str) -> bool:
         """Return whether a sweep runs, or has jobs that are still to be cancelled."""

@@ -20,6 +20,7 @@ from opentinker.shared.messaging.subjects import ENV_CHECK
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec.matches.seats import MAX_SEATS
 from opentinker.shared.spec.serving import MAX_ADAPTERS
+from opentinker.shared.spec.sweeps.uses import uses_of
 from opentinker.shared.state.store import Store
 from opentinker.shared.state.sweeps import SweepStore
 from opentinker.shared.types.core import part_id
@@ -269,15 +270,20 @@ async def test_all_jobs_of_a_sweep_play_against_the_checkpoints_that_it_found(
 
     async def made(**changes: Any) -> SweepRecord:
         sweep = await client.sweep(spec | {"sweep": {**table, **changes}})
-        return await SweepStore(ctx.store.redis).sweep(sweep["id"])
+        record = await SweepStore(ctx.store.redis).sweep(sweep["id"])
+        assert uses_of(record.table, record.base) == record.uses
+        return record
 
     pinned = await made()
     assert pinned.base["validation"]["against"][1]["frozen"] == f"{listener}@20"
     assert pinned.base["seats"]["listener"]["frozen"] == f"{listener}@20"
+    assert pinned.uses == [f"{listener}@20"]
     assert pinned.metric == pinned.table["metric"] == f"val/winrate/{listener}@20", "the name by which jobs report it"
     varied = await made(parameters={"validation.against.1.frozen": [f"{listener}@10", latest["frozen"]]})
     assert varied.base["validation"]["against"][1]["frozen"] == latest["frozen"] and varied.metric == table["metric"]
     assert varied.base["seats"]["listener"]["frozen"] == f"{listener}@20"
+    whole = await made(parameters={"validation.against": [[{"bot": "echo"}, latest], [{"frozen": f"{listener}@10"}]]})
+    assert varied.uses == whole.uses == [f"{listener}@10", f"{listener}@20"]
 
 
 async def test_opponents_that_cannot_play_are_all_named(client: AsyncClient, source: str) -> None:

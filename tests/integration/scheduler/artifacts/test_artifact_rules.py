@@ -64,8 +64,9 @@ async def test_what_a_job_begins_with_stays_until_that_is_over(quick: None, clie
     await until(lambda: kept_steps(ctx, job), lambda steps: steps == [])
 
 
+@pytest.mark.parametrize("earlier", [False, True], ids=["", "stored by an earlier release"])
 async def test_what_a_sweep_will_begin_with_stays_until_that_is_over(
-    quick: None, client: AsyncClient, ctx: Context
+    quick: None, client: AsyncClient, ctx: Context, earlier: bool
 ) -> None:
     first, later = [await begun(client, ctx, expire_days=1e-9) for _ in range(2)]
     for job in (first, later):
@@ -74,6 +75,8 @@ async def test_what_a_sweep_will_begin_with_stays_until_that_is_over(
     spec = {name: part for name, part in spec_with().items() if name != "start"}
     table = {"parameters": {"start.from": [f"{first}@latest", f"{later}@latest"]}, "max_running": 1}
     sweep = (await client.submit({**spec, "sweep": table}))["id"]
+    if earlier:
+        await ctx.store.redis.hdel(f"sweep:{sweep}", "uses")
     await ctx.store.transition(later, JobState.SUCCEEDED, epoch=1)
     await put_away(ctx, later)
     await until(lambda: expired(client, later))
@@ -84,9 +87,10 @@ async def test_what_a_sweep_will_begin_with_stays_until_that_is_over(
     await until(lambda: kept_steps(ctx, later), lambda steps: steps == [])
 
 
+@pytest.mark.parametrize("earlier", [False, True], ids=["", "stored by an earlier release"])
 @pytest.mark.parametrize("tenant", ["default", "blue"])
 async def test_a_text_that_looks_like_a_checkpoint_keeps_none(
-    quick: None, client: AsyncClient, http: Http, ctx: Context, tenant: str
+    quick: None, client: AsyncClient, http: Http, ctx: Context, tenant: str, earlier: bool
 ) -> None:
     job = await begun(client, ctx, keep_all=True)
     write_checkpoint(ctx, job, 10, {"trainer/state.json": b"{}"})
@@ -96,6 +100,8 @@ async def test_a_text_that_looks_like_a_checkpoint_keeps_none(
     key = await new_key_of(ctx.store, tenant)
     status, sweep = await http("POST", "/v1/sweeps", json=spec, headers=bearing(key))
     assert status == 201, sweep
+    if earlier:
+        await ctx.store.redis.hdel(f"sweep:{sweep['id']}", "uses")
     assert (await client.delete_artifacts(job, 10))["steps"] == [10]
 
 

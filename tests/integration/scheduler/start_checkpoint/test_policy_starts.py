@@ -9,6 +9,7 @@ from opentinker import AsyncClient
 from opentinker.services.scheduler.artifacts.registry import lineage_of
 from opentinker.services.scheduler.artifacts.retention import used_by
 from opentinker.shared.runtime.service import Context
+from opentinker.shared.spec.sweeps.uses import uses_of
 from opentinker.shared.state.sweeps import SweepStore
 from opentinker.shared.types.core import part_id
 from opentinker.shared.types.manifest import read_manifest, start_of
@@ -61,17 +62,19 @@ async def test_all_jobs_of_a_sweep_start_from_the_checkpoints_that_it_found(
     first = await trained(client, ctx, base, tmp_path)
     latest = {name: {"from": f"{part_id(first, name)}@latest"} for name in SEATS}
 
+    pinned = [f"{first}~speaker@10", f"{first}~listener@20"]
+
     async def starts(**parameters: list[Any]) -> list[str]:
         table = {"parameters": parameters, "metric": "speaker/reward/mean"}
         sweep = await SweepStore(ctx.store.redis).sweep(
             (await client.sweep({**game(base, **latest), "sweep": table}))["id"]
         )
+        assert sweep.uses == uses_of(sweep.table, sweep.base) == sorted(pinned)
         return [sweep.base["policies"][name]["start"]["from"] for name in SEATS]
 
-    pinned = [f"{first}~speaker@10", f"{first}~listener@20"]
     assert await starts(**{"train.lr": [1e-5, 1e-4]}) == pinned
-    varied = [latest["speaker"]["from"], pinned[0]]
-    assert await starts(**{"policies.speaker.start.from": varied}) == [varied[0], pinned[1]]
+    varied = latest["speaker"]["from"]
+    assert await starts(**{"policies.speaker.start.from": [varied]}) == [varied, pinned[1]]
 
 
 async def test_what_does_not_fit_a_policy_is_refused_by_its_name(

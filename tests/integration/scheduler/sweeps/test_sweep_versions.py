@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from opentinker.client import AsyncClient
+from opentinker.sdk.client import ApiConflict
 from opentinker.services.scheduler.sweeps import submission
 from opentinker.services.scheduler.sweeps.submission import _with_names
 from opentinker.shared.runtime.service import Context
@@ -50,6 +51,26 @@ async def test_all_jobs_of_a_value_play_one_version_of_its_upload(
     records = [await ctx.store.job(job["id"]) for job in await jobs_of(http, sweep["id"])]
     names = [record.spec["environment"]["name"] for record in records]
     assert names == [versions[0], versions[0], versions[1], versions[1]]
+
+
+@pytest.mark.parametrize("earlier", [False, True], ids=["", "stored by an earlier release"])
+async def test_an_upload_stays_while_a_sweep_has_jobs_to_come_that_play_it(
+    http: Http, client: AsyncClient, ctx: Context, tmp_path: Path, earlier: bool
+) -> None:
+    for number in (1, 2):
+        for name in ("one", "two"):
+            await client.push_environment(numbered(tmp_path, number), name)
+    parameters = {"environment.name": ["upload:one@1", "upload:two"], "train.lr": [1e-5]}
+    table = {"parameters": parameters, "max_running": 1}
+    base = {**SPEC, "environment": {"name": "upload:two@1"}, "sweep": table}
+    status, sweep = await http("POST", "/v1/sweeps", json=base)
+    assert status == 201, sweep
+    if earlier:
+        await ctx.store.redis.hdel(f"sweep:{sweep['id']}", "uses")
+    await until(partial(jobs_of, http, sweep["id"]), partial(_has, 0))
+    with pytest.raises(ApiConflict, match=f"sweep {sweep['id']} "):
+        await client.delete_environment("two", 2)
+    assert await client.delete_environment("two", 1) == [1], "none of its jobs plays it"
 
 
 async def trained(http: Http, ctx: Context) -> str:
