@@ -2,8 +2,9 @@
 
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { cloneSpec, inferenceSpec, savesAdapters } from "../src/lib/serve.ts";
-import type { JobDetail } from "../src/lib/types.ts";
+import { Problem } from "../src/lib/api.ts";
+import { cloneSpec, inferenceSpec, savesAdapters, sweepOf } from "../src/lib/serve.ts";
+import type { JobDetail, Sweep } from "../src/lib/types.ts";
 
 test("a job with lora saves adapters, any other whole models", () => {
   const of = (model: object): boolean => savesAdapters({ spec: { model } } as unknown as JobDetail);
@@ -23,12 +24,33 @@ test("an endpoint of a model that is divided among GPUs has as many", () => {
   assert.equal(of(), undefined);
 });
 
-test("the clone of a sweep's job has the job's tags, but not the sweep's", () => {
-  const of = (spec: object, step = "", name = "x #3"): unknown => cloneSpec({ id: "j-1", name, spec } as unknown as JobDetail, step);
+/** A job "j-1" among the jobs of the sweeps `of`; other sweeps in `others` have other jobs. */
+async function clone(spec: object, of: string[], { step = "", name = "x #3", others = [] as string[] } = {}): Promise<unknown> {
+  const job = { id: "j-1", name, spec } as unknown as JobDetail;
+  const trials = (id: string): unknown => [{ jobs: [{ id: "j-0" }] }, { jobs: [{ id: "j-2" }, { id }] }];
+  const read = async (id: string): Promise<Pick<Sweep, "all_trials">> => {
+    if (![...of, ...others].includes(id)) throw new Problem(404, "no such sweep");
+    return { all_trials: trials(of.includes(id) ? "j-1" : "j-3") } as Pick<Sweep, "all_trials">;
+  };
+  return cloneSpec(job, step, await sweepOf(job, read));
+}
+
+test("the clone of a sweep's job has the job's tags, but not the sweep's", async () => {
   const train = { lr: 1e-4 };
-  assert.deepEqual(of({ name: "x #3", tags: ["maths", "s-a1b2c3d4e5"], train }), { name: "x #3-again", tags: ["maths"], train });
-  assert.deepEqual(of({ tags: ["s-a1b2c3d4e5"] }, "5"), { name: "x #3-again", start: { from: "j-1@5" } });
-  assert.deepEqual(of({ tags: ["s-validation", "s-a1b2c3d4e5", "late"] }, "", "x #12 lr=1"), { name: "x #12 lr=1-again", tags: ["s-validation", "late"] });
-  assert.deepEqual(of({ tags: ["s-experiment"] }, "", "x"), { name: "x-again", tags: ["s-experiment"] });
-  assert.deepEqual(of({ tags: ["s-small", "s-a1b2c3d4e5f6", "runs-a1b2c3d4e5"] }), { name: "x #3-again", tags: ["s-small", "s-a1b2c3d4e5f6", "runs-a1b2c3d4e5"] });
+  const sweep = "s-a1b2c3d4e5";
+  assert.deepEqual(await clone({ name: "x #3", tags: ["maths", sweep], train }, [sweep]), { name: "x #3-again", tags: ["maths"], train });
+  assert.deepEqual(await clone({ tags: [sweep] }, [sweep], { step: "5" }), { name: "x #3-again", start: { from: "j-1@5" } });
+  const late = { tags: ["s-validation", sweep, "late"] };
+  assert.deepEqual(await clone(late, [sweep], { name: "best" }), { name: "best-again", tags: ["s-validation", "late"] });
+});
+
+test("tags that only look like a sweep's id stay", async () => {
+  for (const tags of [["s-validation"], ["s-small", "s-a1b2c3d4e5f6", "runs-a1b2c3d4e5"], ["s-a1b2c3d4e5"]]) {
+    assert.deepEqual(await clone({ tags }, [], { name: "run #3", others: ["s-a1b2c3d4e5"] }), { name: "run #3-again", tags });
+  }
+});
+
+test("a job whose sweep cannot be read is not cloned as one without", async () => {
+  const job = { id: "j-1", name: "x", spec: { tags: ["s-a1b2c3d4e5"] } } as unknown as JobDetail;
+  await assert.rejects(sweepOf(job, () => Promise.reject(new Problem(503, "unavailable"))), /unavailable/);
 });

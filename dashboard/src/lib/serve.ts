@@ -1,7 +1,8 @@
 // Specs that are made from those of jobs: to serve a checkpoint, to run again, to go on from a checkpoint.
 
+import { Problem } from "./api.ts";
 import { partOf } from "./curves/policies.ts";
-import type { Json, JobDetail } from "./types.ts";
+import type { Json, JobDetail, Sweep } from "./types.ts";
 
 type Table = { [name: string]: Json };
 
@@ -46,17 +47,30 @@ export function adaptersOf(job: JobDetail): string[] {
   return Array.isArray(listed) ? listed.map((one) => String(table(one)["name"])) : [];
 }
 
-/** A sweep's id, which its jobs have behind the tags that the sweep has; people's tags may look like one. */
+/** A sweep's id, which its jobs have among their tags; people's tags may look like one. */
 const SWEEP_ID = /^s-[a-z0-9]{10}$/;
-/** The number of a sweep's trial, in the names of its jobs. */
-const TRIAL = / #\d+( |$)/;
+
+function tagsOf(job: JobDetail): Json[] {
+  const tags = table(job.spec)["tags"];
+  return Array.isArray(tags) ? tags : [];
+}
+
+/** The sweep that a job belongs to, empty if there is none. `read` throws a Problem of status 404 where a tag is no sweep's. */
+export async function sweepOf(job: JobDetail, read: (sweep: string) => Promise<Pick<Sweep, "all_trials">>): Promise<string> {
+  for (const tag of tagsOf(job).map(String).filter((one) => SWEEP_ID.test(one))) {
+    try {
+      if ((await read(tag)).all_trials.some((trial) => trial.jobs.some((one) => one.id === job.id))) return tag;
+    } catch (problem) {
+      if (!(problem instanceof Problem && problem.status === 404)) throw problem;
+    }
+  }
+  return "";
+}
 
 /** The same again under a name of its own, and not in the sweep of the job; with a step, from that checkpoint. */
-export function cloneSpec(job: JobDetail, step: string): Json {
-  const { tags, ...settings } = table(job.spec);
-  const all = Array.isArray(tags) ? tags : [];
-  const sweep = TRIAL.test(job.name) ? all.findLastIndex((tag) => SWEEP_ID.test(String(tag))) : -1;
-  const own = all.filter((_, place) => place !== sweep);
+export function cloneSpec(job: JobDetail, step: string, sweep = ""): Json {
+  const { tags: _, ...settings } = table(job.spec);
+  const own = tagsOf(job).filter((tag) => tag !== sweep);
   const spec = { ...settings, name: named(job.name, "again"), ...(own.length ? { tags: own } : {}) };
   return step ? { ...spec, start: { from: `${job.id}@${step}` } } : spec;
 }

@@ -14,8 +14,8 @@ import { posted, readSpec, Unreadable, writeSpec, type Table } from "../editor/t
 import { go, useAsked, useDoing, useMay, useSettled } from "../hooks.ts";
 import { ask, fetched, job as path, onceKey, Problem, type Asking } from "../lib/api.ts";
 import { sparkline } from "../lib/jobs/rows.ts";
-import { cloneSpec } from "../lib/serve.ts";
-import type { About, Job, JobDetail, Json, SweepSummary } from "../lib/types.ts";
+import { cloneSpec, sweepOf } from "../lib/serve.ts";
+import type { About, Job, JobDetail, Json, Sweep, SweepSummary } from "../lib/types.ts";
 import { counted, duration, short } from "../lib/words.ts";
 import { Said } from "../parts.tsx";
 
@@ -68,7 +68,9 @@ export function Submit({ from, step }: { from: string; step: string }): JSX.Elem
     changed(given);
   };
   useEffect(() => {
-    if (source.value && schema.value) show(writeSpec(cloneSpec(source.value.job, step), schema.value, source.value.floats));
+    if (!source.value || !schema.value) return;
+    const { job, floats, sweep } = source.value;
+    show(writeSpec(cloneSpec(job, step, sweep), schema.value, floats));
   }, [source.value, schema.value]);
   const spec = read(text);
   const validate = (): void => act(async () => setWhole(await report(readable(text), "all")));
@@ -126,12 +128,15 @@ interface Source {
   job: JobDetail;
   /** Settings of its spec that are floats although they are whole numbers. */
   floats: Set<string>;
+  /** The sweep that it belongs to, or empty. */
+  sweep: string;
 }
 
 async function sourceOf(address: string, asking: Asking): Promise<Source> {
   const text = await (await fetched(address, asking)).text();
   const floats = [...floatsIn(text)].flatMap((one) => (one.startsWith(OF_SPEC) ? one.slice(OF_SPEC.length) : []));
-  return { job: JSON.parse(text) as JobDetail, floats: new Set(floats) };
+  const job = JSON.parse(text) as JobDetail;
+  return { job, floats: new Set(floats), sweep: await sweepOf(job, (id) => ask<Sweep>(`/v1/sweeps/${id}`, asking)) };
 }
 
 function read(text: string): Table | null {

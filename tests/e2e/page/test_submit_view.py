@@ -12,8 +12,9 @@ from playwright.async_api import Locator, TimeoutError, expect
 from tests.conftest import until
 from tests.e2e.page.conftest import IN_BROWSER, Open, Tab
 from tests.integration.rollout_worker.env_workers import Workers, workers
-from tests.support.api import Http
+from tests.support.api import SPEC, Http
 from tests.support.factories import make_spec
+from tests.support.sweeps import jobs_of
 
 __all__ = ["workers"]
 pytestmark = IN_BROWSER
@@ -73,6 +74,20 @@ async def test_a_job_is_cloned_looked_at_submitted_paused_and_cancelled(opened: 
     await tab.page.get_by_label("Search jobs").fill(f"{job} rl")
     await expect(rows.filter(has_text=job)).to_have_count(1)
     await expect(rows).to_have_count(1)
+
+
+async def test_the_clone_of_a_sweeps_job_is_not_among_the_sweeps_jobs(opened: Open, http: Http) -> None:
+    spec = {**SPEC, "tags": ["s-validation"], "sweep": {"parameters": {"train.lr": [1e-5]}}}
+    status, sweep = await http("POST", "/v1/sweeps", json=spec)
+    assert status == 201, sweep
+    job = (await until(lambda: jobs_of(http, sweep["id"]), bool))[0]["id"]
+    await http("PATCH", f"/v1/jobs/{job}", json={"name": "best"})
+    tab = await opened(http.url, "jobs", job)
+    await tab.page.get_by_role("button", name="Clone").click()
+    written = tab.page.locator(".cm-content")
+    await expect(written).to_contain_text('name = "best-again"')
+    await expect(written).to_contain_text(re.compile(r'tags = \[\s*"s-validation"\s*\]'))
+    assert sweep["id"] not in await written.inner_text()
 
 
 async def test_toml_is_a_spec_too(opened: Open, http: Http) -> None:
