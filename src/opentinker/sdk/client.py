@@ -296,11 +296,17 @@ class AsyncClient(EnvironmentCalls, ArtifactCalls, KeyCalls, InferenceCalls, Obs
         self, id: str, after: int = 0, *, source: str | None = None, names: list[str] | None = None
     ) -> list[MetricPoint]:
         """History above the cursor `after`: every point with `cursor`, `source`, `step`, `time` and `values`, of which
-        `names` selects some by their exact names."""
+        `names` selects some by their exact names; servers of earlier releases find none with commas."""
         query: dict[str, str | list[str]] = {"limit": str(PAGE), **({"source": source} if source else {})}
-        if names:
-            query["names"] = names
-        return await self._http.pages(resource("jobs", id, "/metrics"), "metrics", after, query)
+        several = names if names and len(names) > 1 else []
+        if names:  # servers of earlier releases read the first alone, as a list
+            query["names"] = [",".join(several), *several] if several else names
+        points = await self._http.pages(resource("jobs", id, "/metrics"), "metrics", after, query)
+        if not several:
+            return points
+        for point in points:
+            point["values"] = {name: value for name, value in point["values"].items() if name in several}
+        return [point for point in points if point["values"]]
 
     async def watch_metrics(
         self, id: str, after: int = 0, *, poll_s: float = POLL_S

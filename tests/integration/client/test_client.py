@@ -18,6 +18,7 @@ from opentinker import ApiError, AsyncClient
 from opentinker.client import ApiConflict, ApiNotFound
 from opentinker.sdk import inputs
 from opentinker.sdk.archive import unpack
+from opentinker.services.scheduler.http.route_decorator import Texts
 from opentinker.shared.api_types import Event
 from opentinker.shared.durable_files import file_system
 from opentinker.shared.runtime.service import Context
@@ -175,10 +176,28 @@ async def test_metrics_are_chosen_by_names_that_may_have_commas(client: AsyncCli
         return {name: value for p in await client.metrics(job, names=[*names]) for name, value in p["values"].items()}
 
     await until(lambda: _is(asked(), values))
-    for names in ([level], ["a,b"], ["a,b", "lr"], [level, "a"], ["a"]):
+    for names in ([level], ["a,b"], ["a,b", "lr"], [level, "a"], ["a"], ["a", "b"]):
         assert await asked(*names) == {name: values[name] for name in names}
     assert await asked("a,lr") == {"a": 2.0, "lr": 0.1}, "a list, as clients wrote it before"
     assert await asked("a,lr", "b") == {"b": 3.0} and await asked("absent") == {}
+
+
+async def test_a_server_of_an_earlier_release_chooses_metrics_by_several_names(
+    client: AsyncClient, ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Texts, "read", lambda names, request: request.query.get(names.name, "").split(","))
+    job = (await client.submit(SPEC))["id"]
+    source = MetricSource(ctx.bus, job, "trainer")
+    await source.emit(1, {"a": 2.0, "b": 3.0, "lr": 0.1})
+    await source.emit(2, {"a": 4.0, "x": 1.0})
+    await source.emit(3, {"x": 2.0})
+
+    async def asked(*names: str) -> list[dict[str, float]]:
+        return [point["values"] for point in await client.metrics(job, names=[*names])]
+
+    await until(lambda: _is(asked("x"), [{"x": 1.0}, {"x": 2.0}]))
+    assert await asked("a", "lr") == [{"a": 2.0, "lr": 0.1}, {"a": 4.0}]
+    assert await asked("x, y", "b") == [{"b": 3.0}], "not x, which is a part of a name"
 
 
 async def test_metrics_are_followed(client: AsyncClient, ctx: Context) -> None:
