@@ -331,9 +331,8 @@ class BankLoop:
             self._answer(waiting, error)
 
     async def _run_pass(self) -> None:
-        taken = self._queue.take(self._pass_tokens, self.bank.slots)
-        async with self._slots:
-            await self._run_rows(taken)
+        async with self._slots:  # what comes while an adapter is added is in the pass after it
+            await self._run_rows(self._queue.take(self._pass_tokens, self.bank.slots))
 
     async def _run_rows(self, taken: Sequence[tuple[Waiting[BankCommand], int]]) -> None:
         counts = {id(waiting): count for waiting, count in taken}
