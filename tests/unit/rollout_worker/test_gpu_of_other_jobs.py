@@ -1,4 +1,5 @@
-"""GPUs where trainers of other jobs have no plan of their memory: they do not fail this job while it could run."""
+"""GPUs where trainers of other jobs have no plan of their memory, so that they do not fail this job while it could run,
+and other jobs whose specs were accepted by an earlier release."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from opentinker.services.rollout_worker.engines import gpu_split
 from opentinker.services.rollout_worker.engines.gpu_split import neighbours
 from opentinker.services.rollout_worker.run_lease import Loader
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.types.core import Pool
+from opentinker.shared.types.core import Lease, Pool
 from opentinker.shared.types.errors import JobFailed
 from tests.unit.rollout_worker.test_gpu_split import (
     GB,
@@ -26,6 +27,7 @@ from tests.unit.rollout_worker.test_gpu_split import (
     with_parts,
     worker,
 )
+from tests.unit.shared.spec.signalling_job import BASE, refused
 
 __all__ = ["spec"]
 OPT = {
@@ -98,3 +100,14 @@ async def test_the_jobs_own_trainer_without_a_plan_fails_it_at_once(
     load = loader(spec, monkeypatch, own, AsyncMock(return_value=[own, job_trainer("j")]), [0])
     with pytest.raises(JobFailed, match="lacks dimensions"):
         await load._split("nowhere")
+
+
+async def test_the_spec_of_another_job_is_read_though_a_submission_of_it_is_refused_now() -> None:
+    kept = {"keep_best": 1, "best_metric": "val/winrate/speaker/random"}
+    against = {"every": 5, "episodes": 4, "against": [{"bot": "random"}]}
+    assert refused(artifacts=kept, validation=against).keys() == {"artifacts.best_metric"}
+    record = SimpleNamespace(id="b", spec={**BASE, "artifacts": kept, "validation": against})
+    store: Any = SimpleNamespace(jobs=AsyncMock(return_value=[record]))
+    trains = Lease(job="b", worker="trainer-0", incarnation="i", epoch=1, pool=Pool.TRAINER)
+    found = await gpu_split._other_jobs(store, "a", [trains])
+    assert list(found) == ["b"] and list(found["b"].policies) == ["speaker", "listener"]
