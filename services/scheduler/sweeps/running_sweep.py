@@ -20,6 +20,7 @@ from opentinker.services.scheduler.sweeps.messages import tell_end, tell_target
 from opentinker.services.scheduler.sweeps.metric_names import absent_metric
 from opentinker.services.scheduler.sweeps.trial_jobs import cancel_job, job_key, submitted_job
 from opentinker.shared.runtime.service import Context
+from opentinker.shared.security.key_text import KEY_ID
 from opentinker.shared.spec import read_stored
 from opentinker.shared.spec.sweeps.children import child_of, combinations, named
 from opentinker.shared.spec.sweeps.table import SweepTable
@@ -321,8 +322,8 @@ class RunningSweep:
         self._end_trial(trial, TrialState.FAILED, f"its job was refused: {error}"[:1000])
 
     async def _key_problem(self) -> str:
-        """Return why no more jobs are submitted with the sweep's API key; empty if they are."""
-        if not self.ctx.settings.auth or not self.sweep.key:
+        """Return why no more jobs are submitted with the sweep's API key; empty if they are, and for a user's sweep."""
+        if not self.ctx.settings.auth or not KEY_ID.fullmatch(self.sweep.key):
             return ""
         key = await KeyStore(self.ctx.store.redis).find(self.sweep.key)
         state = "revoked" if key is None else key.state(time.time())  # one that is unknown was revoked long ago

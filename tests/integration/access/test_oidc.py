@@ -12,14 +12,19 @@ import pytest
 from opentinker.services.scheduler.login import provider as provider_module
 from opentinker.services.scheduler.login.cookies import LOGIN, SESSION
 from opentinker.services.scheduler.login.oidc_api import LOGINS_BURST
+from opentinker.services.scheduler.sweeps.trial_jobs import submitted_job
 from opentinker.shared import api_types
 from opentinker.shared.state.logins import ATTEMPT_S
 from opentinker.shared.state.sessions import session_id
+from opentinker.shared.state.sweeps import SweepStore
+from opentinker.shared.types.sweeps import SweepRecord
+from tests.conftest import until
 from tests.integration.access.test_sessions import audit
 from tests.support.api import SPEC, fits, new_key_of
 from tests.support.browsing import browser
 from tests.support.oidc.login import Open, signs_in
 from tests.support.oidc.provider import ADA, SECRET, Provider
+from tests.support.sweeps import play, swept
 
 # --- the whole way --------------------------------------------------------------------------------------------------
 
@@ -44,6 +49,26 @@ async def test_a_user_signs_in_makes_a_job_and_signs_out(served: Open, provider:
     ada = "ada@lab.example"
     assert lines[:2] == [("/v1/login/oidc/callback", 303, ada), ("/v1/jobs", 201, ada)]
     assert lines[3] == ("/v1/session", 200, ada)
+
+
+async def test_a_sweep_of_a_user_goes_on_after_the_user_signed_out(served: Open, provider: Provider) -> None:
+    async with served() as (ctx, url), browser(url) as page:
+        assert await signs_in(page) == ""
+        status, sweep = await page.asks("POST", "/v1/sweeps", data=orjson.dumps(swept(max_running=1)))
+        assert (status, sweep["key"]) == (201, "ada@lab.example")
+        store = SweepStore(ctx.store.redis)
+        for number in (1, 2):
+            over = await until(partial(store.sweep, sweep["id"]), partial(_has_jobs_or_ended, number))
+            assert (over.state, over.reason) == ("running", "")
+            assert (over.progress.jobs, over.key) == (number, "ada@lab.example")
+            job = await submitted_job(ctx, sweep["id"], "ml", number - 1, 0)
+            if number == 1:
+                assert (await page.asks("DELETE", "/v1/session"))[0] == 200
+            await play(ctx, job, [0.5])
+
+
+def _has_jobs_or_ended(number: int, sweep: SweepRecord) -> bool:
+    return sweep.progress.jobs == number or sweep.state != "running"
 
 
 async def test_signing_in_again_ends_the_session_that_the_browser_had(served: Open, provider: Provider) -> None:
