@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Mapping
 
 WIN_RATE = "val/winrate"
 """By opponent: `val/winrate/OPPONENT`. The names of its bounds end in `low` and `high`."""
 RATING = "val/rating"
 """Its standard error is `val/rating/error`."""
+_OF_OPPONENT = re.compile(r"((?:[^/]+/)?val/(?:winrate|wins|draws|losses|reward/against)/)([^/]+)(/low|/high)?")
 
 
 def opponent_of(metric: str) -> str | None:
@@ -16,6 +18,14 @@ def opponent_of(metric: str) -> str | None:
         return ""
     opponent = metric.removeprefix(f"{WIN_RATE}/")
     return None if opponent == metric or opponent.rpartition("/")[2] in ("low", "high") else opponent
+
+
+def with_opponents(metric: str, names: Mapping[str, str]) -> str:
+    """Return a metric of an evaluation with another name for its opponent, if `names` has one."""
+    found = _OF_OPPONENT.fullmatch(metric)
+    if found is None or found[2] not in names:
+        return metric
+    return f"{found[1]}{names[found[2]]}{found[3] or ''}"
 
 
 def split_policy(metric: str, policies: Collection[str]) -> tuple[str, str] | None:

@@ -27,6 +27,7 @@ from opentinker.services.scheduler.jobs.check_dataset import absolute, check_dat
 from opentinker.services.scheduler.jobs.check_gpus import check_gpus
 from opentinker.services.scheduler.jobs.choose_trainer import choose_trainer
 from opentinker.services.scheduler.jobs.disk_threads import ReferencesAway, on_disk
+from opentinker.services.scheduler.jobs.opponent_names import names_of_opponents, settle_metrics
 from opentinker.services.scheduler.notifications.delivery import check_notify
 from opentinker.shared.config import Settings
 from opentinker.shared.data.dry_run import loads_weights
@@ -101,6 +102,7 @@ async def submit(
         plain["environment"]["name"] = asked.check.name
     new = new_id("j")
     try:
+        settle_metrics(plain, names_of_opponents(spec, found.players))
         await _keep_references(ctx, plain, found, tenant, new)
         if spec.notify:
             await Notifications(ctx.store.redis).follow(new, time.time())

@@ -14,6 +14,12 @@ import orjson
 from opentinker.services.scheduler.environments.upload import Uploads
 from opentinker.services.scheduler.jobs import check_start_checkpoint as starting
 from opentinker.services.scheduler.jobs.check_seats import AGAINST, settle_player
+from opentinker.services.scheduler.jobs.opponent_names import (
+    names_of_opponents,
+    settle_metrics,
+    settled_path,
+    settled_value,
+)
 from opentinker.services.scheduler.jobs.submit import Found, Mistakes, check_references, new_id
 from opentinker.shared.data import uploads
 from opentinker.shared.runtime.service import Context
@@ -24,6 +30,7 @@ from opentinker.shared.spec.sweeps.children import Settings, Sweep, child_of, fi
 from opentinker.shared.spec.sweeps.table import SweepParameter
 from opentinker.shared.state.sweeps import SweepStore
 from opentinker.shared.types.errors import Conflict, SpecError
+from opentinker.shared.types.metric_names import with_opponents
 from opentinker.shared.types.mistakes import mistake
 from opentinker.shared.types.sweeps import SweepRecord, SweepState
 
@@ -67,8 +74,10 @@ async def submit_sweep(
     if (active := await store.count_active(tenant)) >= MAX_ACTIVE:
         raise Conflict(f"you have {active} running sweeps; {MAX_ACTIVE} are allowed: cancel one or wait")
     found, parameters, uses = await checked_sweep(ctx, sweep, tenant)
-    base = _pinned(sweep, found)
-    table = sweep.table.model_copy(update={"metric": _metric(sweep, found), "parameters": parameters})
+    base, names = _pinned(sweep, found), _opponents(sweep, found)
+    settle_metrics(base, names)
+    metric = with_opponents(str(sweep.table.metric), names)
+    table = sweep.table.model_copy(update={"metric": metric, "parameters": _settled(parameters, names)})
     spec, now, new = parse_spec(sweep.first_job), time.time(), new_id("s")
     record = SweepRecord(
         id=new,
@@ -257,11 +266,25 @@ def _is_varied(setting: str, sweep: Sweep) -> bool:
     return any(f"{setting}.".startswith(f"{path}.") for path in sweep.table.parameters)
 
 
-def _metric(sweep: Sweep, found: Found) -> str:
-    """Return the metric by the name that jobs report, which has the opponent's step instead of `latest`."""
-    name = f"{sweep.table.metric}/"
-    written = all_players(parse_spec(sweep.first_job))
-    for place, player in found.players.items():
-        if place.startswith(AGAINST) and not _is_varied(f"{place}.frozen", sweep):
-            name = name.replace(f"/{written[place].frozen}/", f"/{player.source.name}/")
-    return name.removesuffix("/")
+def _opponents(sweep: Sweep, found: Found) -> dict[str, str]:
+    """Return the names of the opponents that are the same for all jobs, as in names_of_opponents."""
+    players = {place: one for place, one in found.players.items() if not _is_varied(f"{place}.frozen", sweep)}
+    return names_of_opponents(parse_spec(sweep.first_job), players)
+
+
+def _settled(parameters: Mapping[str, SweepParameter], names: Mapping[str, str]) -> dict[str, SweepParameter]:
+    """Return parameters with the metrics that jobs report. Raises SpecError."""
+    settled: dict[str, SweepParameter] = {}
+    mistakes: Mistakes = []
+    for path, one in parameters.items():
+        if (new := settled_path(path, names)) in settled or (new != path and new in parameters):
+            problem = f"is of the same metric as {new}: leave one of them out"
+            mistakes.append(mistake(f"sweep.parameters.{path}", None, problem))
+        settled[new] = one
+        if one.values is not None:
+            values = [settled_value(path, value, names) for value in one.values]
+            mistakes += _repeated(path, one.values, values)
+            settled[new] = one.model_copy(update={"values": values})
+    if mistakes:
+        raise SpecError(mistakes)
+    return settled
