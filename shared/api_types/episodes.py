@@ -98,7 +98,7 @@ class Transcript(TypedDict):
 
     index: int
     state: NotRequired[int]
-    """Number of its start state, where each is played several times."""
+    """Number of its start state, where each is played several times or against opponents from `against`."""
     sample: NotRequired[int]
     """Number of this play of the start state."""
     row: NotRequired[int]

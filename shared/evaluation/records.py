@@ -56,7 +56,7 @@ def transcript_of(result: EvalResult, plan: EvaluationSpec, opponents: Sequence[
     return {
         "index": result.index,
         **({"opponent": opponents[opponent]} if opponents else {}),
-        **({"state": state, "sample": sample} if plan.samples > 1 else {}),
+        **({"state": state, "sample": sample} if plan.samples > 1 or opponents else {}),
         **({} if result.row is None else {"row": result.row}),
         "reward": result.reward,
         **({"seats": result.seats} if len(result.seats) > 1 else {}),

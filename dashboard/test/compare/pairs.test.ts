@@ -16,6 +16,18 @@ test("episodes with the same beginning stand beside each other, once each", () =
   assert.deepEqual(pairs(left, []), []);
 });
 
+test("games stand beside those against the same opponent, where there are several", () => {
+  const games = (...opponents: string[]): (ReturnType<typeof played> & { opponent: string })[] =>
+    opponents.flatMap((opponent, place) => [0, 1].map((state) => ({ ...played(2 * place + state, state, 0, `row ${state}`), opponent })));
+  const met = (...[left, right]: [string[], string[]]): string[][] =>
+    pairs(games(...left), games(...right)).map(([one, other]) => [`${one.opponent} ${one.state}`, `${other.opponent} ${other.state}`]);
+  const random = [["random 0", "random 0"], ["random 1", "random 1"]];
+  assert.deepEqual(met(["random", "greedy"], ["random", "greedy"]), [...random, ["greedy 0", "greedy 0"], ["greedy 1", "greedy 1"]]);
+  assert.deepEqual(met(["random"], ["greedy", "random"]), random);
+  assert.deepEqual(met(["greedy", "random"], ["random"]), random);
+  assert.deepEqual(met(["random"], ["other"]), [["random 0", "other 0"], ["random 1", "other 1"]], "each has one alone: both are shown");
+});
+
 test("of a job with several policies each has episodes of its own", () => {
   const run = (id: string, ...policies: string[]): Run => ({ id, name: "n", tags: [], points: [], spec: policies.length ? { policies: Object.fromEntries(policies.map((one) => [one, {}])) } : {} });
   const chosen = (runs: Run[], named: string): string[] | undefined => chosenSides(sidesOf(runs), named)?.map(({ at }) => at);

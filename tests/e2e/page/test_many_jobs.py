@@ -213,7 +213,8 @@ async def test_episodes_of_two_runs_on_the_same_rows_stand_side_by_side(opened: 
         kept.mkdir(parents=True)
         episodes = [
             {
-                "index": state, "state": state, "sample": 0, "reward": reward, "metrics": {}, "ending": "env_done",
+                "index": state, "state": state, "sample": 0, "opponent": "random",
+                "reward": reward, "metrics": {}, "ending": "env_done",
                 "messages": [
                     {"role": "user", "content": f"row {state}"}, {"role": "assistant", "content": f"{answer} {state}"},
                 ],
@@ -228,6 +229,7 @@ async def test_episodes_of_two_runs_on_the_same_rows_stand_side_by_side(opened: 
     await expect(rows).to_have_count(2)
     await expect(rows.first).to_contain_text("seven 0")
     await expect(rows.first).to_contain_text("eight 0")
+    await expect(rows.first.get_by_text("against random")).to_have_count(2)
     await tab.page.get_by_label("only where the rewards differ").check()
     await expect(rows).to_have_count(1)
     await tab.page.get_by_label("Left").select_option(jobs[1])

@@ -11,11 +11,11 @@ import pytest
 
 from opentinker.services.rollout_worker.eval_runner import EvalRunner, outcome_of
 from opentinker.services.rollout_worker.seat_map import LoadedPolicy, SeatMap
-from opentinker.shared.evaluation.records import Evaluations
-from opentinker.shared.spec import JobSpec, parse_spec
+from opentinker.shared.evaluation.records import Evaluations, transcript_of
+from opentinker.shared.spec import EvaluationSpec, JobSpec, parse_spec
 from opentinker.shared.spec.matches.policies import spec_of
 from opentinker.shared.types.core import Ending, WeightVersion
-from opentinker.shared.types.evaluation import EvalEpisode
+from opentinker.shared.types.evaluation import EvalEpisode, EvalResult
 from opentinker.shared.types.trajectories import Span
 from tests.support.factories import V0, trajectory_of
 
@@ -131,6 +131,14 @@ def test_kept_episodes_are_shared_among_opponents() -> None:
     assert [exam.index for exam in exams if runner._is_among(exam, 8)] == [*range(4), *range(100, 104)]
     assert [exam.index for exam in exams if runner._is_among(exam, 3)] == [0, 1, 100], "no more than were asked for"
     assert runner.places == spec.rollout.max_concurrent_groups * spec.algorithm.group_size // 2, "b has the other half"
+
+
+@pytest.mark.parametrize(("samples", "beginning"), [(1, (2, 0)), (2, (1, 0))])
+def test_a_kept_game_says_its_opponent_and_its_start_state(samples: int, beginning: tuple[int, int]) -> None:
+    plan = EvaluationSpec(episodes=100, samples=samples, temperature=1.0)
+    result = EvalResult(job="j", version=V0, index=plan.total + 2, worker="w", ending=Ending.ENV_DONE)
+    kept = transcript_of(result, plan, ["random", "equilibrium"])
+    assert (kept["opponent"], kept.get("state"), kept.get("sample")) == ("equilibrium", *beginning)
 
 
 def test_a_bot_that_earned_nothing_has_0() -> None:

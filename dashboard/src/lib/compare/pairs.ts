@@ -38,14 +38,17 @@ interface Played {
   index: number;
   state?: number;
   sample?: number;
+  opponent?: string;
   messages: { role: string; content: string }[];
 }
 
-/** The first episode of each beginning that both have played, in order. */
+/** The first episode of each beginning that both have played, in order; where one of them has met several opponents, those against the same one. */
 export function pairs<T extends Played>(left: T[], right: T[]): [T, T][] {
-  const others = new Map(firsts(right).map((one) => [beginning(one), one]));
+  const several = [left, right].some((side) => new Set(side.map((one) => one.opponent)).size > 1);
+  const key = (one: T): string => JSON.stringify([beginning(one), several ? one.opponent : null]);
+  const others = new Map(firsts(right).map((one) => [key(one), one]));
   return firsts(left).flatMap((one): [T, T][] => {
-    const other = others.get(beginning(one));
+    const other = others.get(key(one));
     return other && asked(one) === asked(other) ? [[one, other]] : [];
   });
 }

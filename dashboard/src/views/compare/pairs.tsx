@@ -61,7 +61,7 @@ function Both({ left, right, differing, setDiffering }: BothProps): JSX.Element 
   if (!one.value || !other.value) return <Said problem={one.problem ?? other.problem} />;
   const all = pairs(one.value.transcripts, other.value.transcripts);
   const shown = differing ? all.filter(([a, b]) => a.reward !== b.reward) : all;
-  if (!all.length) return <p class="dim">These two runs have no evaluation episode on the same row. Choose other runs, or evaluate both on the same rows: [validation] in the spec, or opentinker eval.</p>;
+  if (!all.length) return <p class="dim">These two runs have no evaluation episode on the same row and against the same opponent. Choose other runs, or evaluate both on the same rows: [validation] in the spec, or opentinker eval.</p>;
   return (
     <>
       <p class="dim">
@@ -76,6 +76,7 @@ function Both({ left, right, differing, setDiffering }: BothProps): JSX.Element 
             <div key={side}>
               <small>
                 reward <b>{short(played.reward)}</b> <span class="dim">{played.ending}</span>
+                {played.opponent && <span class="dim"> against {played.opponent}</span>}
               </small>
               <Talk messages={played.messages} images={played.images} />
             </div>
