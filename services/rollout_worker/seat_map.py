@@ -11,7 +11,7 @@ from opentinker.services.rollout_worker.engines.base import Engine
 from opentinker.services.rollout_worker.renderer import Renderer
 from opentinker.services.rollout_worker.url_player import UrlPlayer
 from opentinker.shared.spec import JobSpec, SeatSpec
-from opentinker.shared.spec.matches.opposition import Teams, opposed, opposing
+from opentinker.shared.spec.matches.opposition import Teams, opposed, opposing, teams_of
 from opentinker.shared.spec.matches.pools import pool_player
 from opentinker.shared.spec.matches.seat_lists import is_pattern
 from opentinker.shared.spec.matches.seats import bots_of, player_at, rotated
@@ -111,12 +111,13 @@ class SeatMap:
         opponent those that it has taken."""
         own = [seat for seat in seats if (player := self.at(seat)) is not None and player.name == policy]
         if self._opponent is None:
-            return own, set(opposing(self._seats, seats, policy, self._teams(policy)))
+            named = self.first.spec.evaluation.opponents
+            return own, set(opposing(self._seats, seats, policy, self._teams(policy), named))
         return own, {seat for seat in (*seats, *self._seats) if player_at(self._seats, seat) is self._opponent}
 
     def _teams(self, policy: str) -> Teams:
         player = learner_of(self._players[policy])
-        return (player.spec.algorithm.team if player else None) or {}
+        return teams_of(player.spec) if player else {}
 
     @property
     def players(self) -> tuple[str, ...]:

@@ -16,7 +16,13 @@ from opentinker.shared.spec.base import STORED, SpecPart
 from opentinker.shared.spec.data import DataSpec, DpoSpec, settle_supervised
 from opentinker.shared.spec.deterministic import broken_promises, cannot_rewind
 from opentinker.shared.spec.engines import settle_lora, settle_shared
-from opentinker.shared.spec.evaluation import EvaluationSpec, ValidationSpec, contradictions, settle_evaluation
+from opentinker.shared.spec.evaluation import (
+    EvalJobSpec,
+    EvaluationSpec,
+    ValidationSpec,
+    contradictions,
+    settle_evaluation,
+)
 from opentinker.shared.spec.frozen_models import (
     RewardModelSpec,
     TeacherSpec,
@@ -188,7 +194,7 @@ class JobSpec(SpecPart):
     """inference: of the endpoint."""
     tinker: TinkerSpec = TinkerSpec()
     """tinker: of the models that clients train."""
-    evaluation: EvaluationSpec = EvaluationSpec()
+    evaluation: EvalJobSpec = EvalJobSpec()
     """eval: which episodes, and how they are sampled."""
     train: TrainSpec = TrainSpec()
     """Needed, but for inference, eval and tinker."""

@@ -11,8 +11,15 @@ from pydantic import Field
 
 from opentinker.shared.spec.base import SpecPart, Steps, Tokens
 from opentinker.shared.spec.matches.pools import PoolName
-from opentinker.shared.spec.matches.seat_lists import is_pattern, play_themselves
-from opentinker.shared.spec.matches.seats import MODEL_NAME_CHARACTERS, PLAYERS, PolicyName, SeatSpec, player_at
+from opentinker.shared.spec.matches.seat_lists import SeatEntry, SeatLists, is_pattern, play_themselves, settle_lists
+from opentinker.shared.spec.matches.seats import (
+    MAX_SEATS,
+    MODEL_NAME_CHARACTERS,
+    PLAYERS,
+    PolicyName,
+    SeatSpec,
+    player_at,
+)
 from opentinker.shared.spec.serving import nothing_trained
 from opentinker.shared.types.match_results import BOT
 from opentinker.shared.types.mistakes import Mistake, mistake, unused
@@ -80,6 +87,17 @@ class EvaluationSpec(SpecPart):
     def total(self) -> int:
         """Episodes of one evaluation."""
         return self.episodes * self.samples
+
+
+class EvalJobSpec(EvaluationSpec):
+    """What a job of kind eval says of its players beyond [seats], so that the same ones win and lose as in training."""
+
+    team: SeatLists | None = None
+    """Teams, as in [algorithm]: who is in one with the evaluated model is no opponent of it."""
+    opponents: Annotated[list[SeatEntry], Field(max_length=MAX_SEATS)] = []
+    """Entries of [seats] whose players are opponents as other policies are in training, except teammates: beside them
+    all others are neutral, as a judge is. `opentinker eval` names the seats of policies here. By default all players
+    outside the team are opponents, but nobody is of a model that plays several seats which are no team."""
 
 
 class OpponentSpec(SeatSpec):
@@ -179,6 +197,10 @@ def settle_evaluation(spec: JobSpec) -> list[dict[str, Any]]:
     usual = type(spec.rollout)()
     ignored = unused(spec.rollout, usual, UNUSED, f"kind = {KIND!r}, which samples as [evaluation] says")
     found = [{**mistake, "field": f"rollout.{mistake['field']}"} for mistake in ignored]
+    found += settle_lists("evaluation.team", spec.evaluation.team or {})
+    unknown = [entry for entry in spec.evaluation.opponents if entry not in spec.seats]
+    problem = f"is no entry of [seats], which has: {', '.join(spec.seats) or 'none'}"
+    found += [mistake("evaluation.opponents", entry, problem) for entry in unknown]
     return found + nothing_trained(spec) + _drawn_by_toy(spec, "evaluation", spec.evaluation)
 
 

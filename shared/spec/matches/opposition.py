@@ -1,6 +1,6 @@
 """Whom a policy plays against, in training and in evaluations: other policies and pools outside its team. Bots, frozen
 checkpoints and models behind URLs are opponents only where it has none of these: beside them such a seat is neutral, as
-a judge's."""
+a judge's. In a job of kind `eval`, checkpoints that stand for policies are named as opponents."""
 
 from __future__ import annotations
 
@@ -19,9 +19,21 @@ Teams = Mapping[str, list[str]]
 """`algorithm.team` of a policy."""
 
 
-def opposing(entries: Mapping[str, SeatSpec], seats: Collection[str], policy: str, teams: Teams) -> dict[str, SeatSpec]:
+def teams_of(spec: JobSpec) -> Teams:
+    """Return the teams of a policy. `spec`: with its settings."""
+    return (spec.evaluation.team if spec.kind == "eval" else spec.algorithm.team) or {}
+
+
+def opposing(
+    entries: Mapping[str, SeatSpec],
+    seats: Collection[str],
+    policy: str,
+    teams: Teams,
+    named: Collection[str] = (),
+) -> dict[str, SeatSpec]:
     """Return the seats of a policy's opponents. `entries`: [seats]; `seats`: of a match, as far as they are known. What
-    [seats] names is there too, and a pattern stands for the seats of a player who has none of these.
+    [seats] names is there too, and a pattern stands for the seats of a player who has none of these. `named`: entries
+    whose players are opponents as policies are, see `evaluation.opponents`.
 
     A policy that plays several seats, and not as a team, plays against itself: beside it no fixed player is one."""
     players = {seat: player_at(entries, seat) for seat in seats}
@@ -32,7 +44,12 @@ def opposing(entries: Mapping[str, SeatSpec], seats: Collection[str], policy: st
     others = {
         seat: one for seat, one in players.items() if one and seat not in own and list_of(teams, seat) not in mine
     }
-    rivals = {seat: player for seat, player in others.items() if not player.is_fixed}
+    learners = [entries[entry] for entry in named]
+    rivals = {
+        seat: player
+        for seat, player in others.items()
+        if not player.is_fixed or any(player is learner for learner in learners)
+    }
     return rivals or ({} if play_themselves(teams, own) else others)
 
 
@@ -56,7 +73,7 @@ class Opposition:
 
     def __init__(self, spec: JobSpec, policy: str) -> None:
         """`spec`: with the policy's settings."""
-        entries, teams = spec.seats, spec.algorithm.team or {}
+        entries, teams = spec.seats, teams_of(spec)
         is_turned = spec.match is not None and spec.match.rotate
         names, players = list(entries), list(entries.values())
         self._turns = [rotated(names, players, by) for by in range(len(names))] if is_turned else [entries]

@@ -18,6 +18,8 @@ SAMPLED = ("temperature", "top_p", "top_k", "oversample", "opening_mismatch", "t
 """Settings of [rollout] that [evaluation] replaces."""
 EPISODES = ("episodes", "samples", "solved_at", "seed", "temperature", "top_p", "top_k", "max_tokens", "transcripts")
 """Settings that [validation] and [evaluation] have in common."""
+SIDES = ("team", "opponents")
+"""Settings of [evaluation] that say who plays against whom."""
 RESOURCES = ("priority", "rollout_workers", "min_rollout_workers", "rollout_gpus")
 NAME_CHARACTERS = 180
 
@@ -42,7 +44,8 @@ def evaluation_of(job: Mapping[str, Any], *, swap: bool = False, steps: Sequence
     model = spec["policies"][own]["model"] if own else spec["model"]
     evaluated = [f"{part_id(id, own)}@{step}" for step in steps] or [f"{part_id(id, own)}@latest"]
     what = "policies exchanged" if swap else "evaluation"
-    return {**_played(spec["name"], model, evaluated, what), **_episodes_of(job), "seats": seats}
+    made = {**_played(spec["name"], model, evaluated, what), **_episodes_of(job), "seats": seats}
+    return {**made, "evaluation": {**made["evaluation"], **_sides_of(spec, seats)}}
 
 
 def evaluation_of_several(
@@ -73,9 +76,10 @@ def evaluation_of_several(
     if environment:
         own = _episodes_of(first) if first["kind"] == "rl" else {}
         return {**own, **played, "environment": {"name": environment}}
-    if like is None:
-        return {**evaluation_of(first), **played}
-    _check_like(like)
+    if like is not None:
+        _check_like(like)
+    if like is None or like["kind"] == "rl":
+        return {**evaluation_of(like or first), **played}
     return {**played, **_episodes_of(like), "seats": dict(like["spec"].get("seats") or {})}
 
 
@@ -99,7 +103,8 @@ def _episodes_of(job: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "environment": {**environment, "config": {**environment.get("config", {}), **own.get("config", {})}},
         "rollout": {name: value for name, value in spec["rollout"].items() if name not in SAMPLED},
-        "evaluation": {name: own[name] for name in EPISODES if own.get(name) is not None},
+        "evaluation": {name: own[name] for name in EPISODES if own.get(name) is not None}
+        | {name: own[name] for name in SIDES if own.get(name)},
         "resources": {name: resources[name] for name in RESOURCES if name in resources},
     }
 
@@ -172,6 +177,18 @@ def _players(
         f"the patterns in [seats] of job {id} ({', '.join(seats)}) overlap, so no policy's entries can be left out; "
         "submit an eval job that names each seat (docs/policies.md)"
     )
+
+
+def _sides_of(spec: Mapping[str, Any], entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings by which the evaluated policy has the opponents that it has in training. `entries`: of the
+    others; [seats] of the job has that policy's seats too, or those of whom it is exchanged with."""
+    seats = spec.get("seats") or {}
+    left = [seat for seat in seats if seat not in entries]
+    trained = spec["policies"][seats[left[0]]["policy"]] if left else spec
+    team = (trained.get("algorithm") or {}).get("team")
+    learners = [seat for seat in entries if seats[seat].get("policy")]
+    is_plain = len(learners) == len(entries) and len(left) == 1 and not _is_pattern(left[0])
+    return ({"team": team} if team else {}) | ({"opponents": learners} if learners and not is_plain else {})
 
 
 def _would_take(other: str, seat: str, order: Sequence[str]) -> bool:

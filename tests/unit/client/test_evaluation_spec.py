@@ -54,6 +54,33 @@ def test_entries_are_left_out_only_where_no_pattern_would_take_their_seats() -> 
         evaluation_of(several)
 
 
+def sides(made: dict[str, Any]) -> tuple[dict[str, list[str]] | None, list[str]]:
+    evaluation = parse_spec(made).evaluation
+    return evaluation.team, evaluation.opponents
+
+
+def test_opponents_are_those_of_training() -> None:
+    assert sides(evaluation_of(job({"x": "a", "y": "b"}))) == (None, []), "b is one without a word"
+    judged = job({"x": "a", "y": "b", "referee": {"bot": "random"}})
+    for swap in (False, True):
+        seat = "x" if swap else "y"
+        assert sides(evaluation_of(judged, swap=swap)) == (None, [seat]), "the referee is neutral"
+    assert sides(evaluation_of(job({"x": "a", "z": "a", "y": "b"}))) == (None, ["y"]), "a plays both seats"
+    assert sides(evaluation_of(job({"x_*": "a", "y": "b"}))) == (None, ["y"])
+    team = {"us": ["x", "y"]}
+    together = job({"x": "a", "y": "b", "z": {"bot": "random"}}, algorithm={"team": team})
+    made = evaluation_of(together)
+    assert sides(made) == (team, ["y"])
+    exam = {"id": "j-bbbbbbbbbb", "kind": "eval", "spec": parse_spec(made).model_dump(mode="json")}
+    tuned = make_spec(train={"steps": 3}).model_dump(mode="json")
+    single = {"id": "j-aaaaaaaaaa", "kind": "rl", "spec": tuned}
+    assert sides(evaluation_of_several([single], ["j-aaaaaaaaaa@3"], like=exam)) == (team, ["y"])
+    alone = make_spec(seats={"y": {"bot": "random"}}, train={"steps": 3}, algorithm={"team": team})
+    like = {"id": ID, "kind": "rl", "spec": alone.model_dump(mode="json")}
+    for one in (evaluation_of(like), evaluation_of_several([single], ["j-aaaaaaaaaa@3"], like=like)):
+        assert sides(one) == (team, [])
+
+
 def test_its_episodes_are_those_of_the_job_s_evaluations() -> None:
     validation = {"every": 5, "episodes": 7, "seed": 3, "config": {"digits": 2}}
     environment = {"name": "copy_digits", "config": {"digits": 3}}

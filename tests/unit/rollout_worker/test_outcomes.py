@@ -116,6 +116,26 @@ def test_a_policy_that_plays_itself_does_not_play_the_judge(team: list[str] | No
         assert outcome_of(episode, "a") == outcome
 
 
+@pytest.mark.parametrize(
+    ("evaluation", "outcome"),
+    [
+        ({}, 0.0),  # 0.6 against the mean of 0.4 and 1
+        ({"opponents": ["second"]}, 1.0),
+        ({"opponents": ["second"], "team": {"us": ["first", "second"]}}, 0.0),  # the referee alone
+        ({"team": {"us": ["first", "*"]}}, None),
+    ],
+)
+def test_an_eval_job_says_which_checkpoints_are_opponents(evaluation: dict[str, Any], outcome: float | None) -> None:
+    game = {name: GAME[name] for name in ("name", "model", "environment", "rollout")}
+    seats = {"second": {"frozen": "j-0123456789@7"}, "referee": {"bot": "random"}}
+    spec = parse_spec({**game, "kind": "eval", "start": {"from": "j-0123456789@7"}, "seats": seats,
+                       "evaluation": evaluation})  # fmt: skip
+    other = LoadedPolicy("j-0123456789@7", spec, None, None, True)  # type: ignore[arg-type]
+    rewards = {"first": 0.6, "second": 0.4, "referee": 1.0}
+    episode: Any = SimpleNamespace(rewards=rewards, seats=SeatMap(spec, [*loaded(spec), other]))
+    assert outcome_of(episode, "") == outcome
+
+
 @pytest.mark.parametrize("enemies", ["enemy", "enemy_*"])
 def test_seats_of_an_opponent_that_earned_nothing_may_have_a_pattern(enemies: str) -> None:
     spec = parse_spec({**GAME, "policies": {}, "seats": {enemies: {"bot": "random"}}, "validation": None})

@@ -131,6 +131,17 @@ def test_an_evaluation_has_no_policies_that_could_play() -> None:
 OLD = "j-0123456789~listener@5"
 
 
+def test_an_evaluation_names_entries_as_opponents_and_real_teams() -> None:
+    players = {"seats": {"listener": {"frozen": OLD}}}
+    parse_spec({**EVALUATION, **players, "evaluation": {"opponents": ["listener"]}})
+    with pytest.raises(SpecError) as wrong:
+        parse_spec({**EVALUATION, **players, "evaluation": {"opponents": ["referee"], "team": {"us": ["listener"]}}})
+    assert {one["field"]: one["problem"] for one in wrong.value.mistakes} == {
+        "evaluation.opponents": "is no entry of [seats], which has: listener",
+        "evaluation.team.us": "names one seat alone: two or more, or a pattern, e.g. 'player_*'",
+    }
+
+
 def test_a_checkpoint_may_play_seats() -> None:
     for listener in (OLD, "j-0123456789@latest", "best-listener"):
         spec = parse_spec({**BASE, "policies": {}, "seats": {"listener": {"frozen": listener}}})
