@@ -51,7 +51,7 @@ from opentinker.shared.spec.matches.seats import (
     unknown_policies,
 )
 from opentinker.shared.spec.model import LoraSpec, ModelSpec
-from opentinker.shared.spec.near import with_suggestions
+from opentinker.shared.spec.near import with_example, with_suggestions
 from opentinker.shared.spec.notify import MAX_NOTIFY, NotifySpec
 from opentinker.shared.spec.rollout import MAX_OPEN_GROUPS, NO_ENVIRONMENT, EnvironmentSpec, RolloutSpec, ToySpec
 from opentinker.shared.spec.serving import AdapterSpec, ServingSpec, settle_serving
@@ -61,7 +61,7 @@ from opentinker.shared.spec.tools import ToolSpec
 from opentinker.shared.spec.train import SIMULATED, ResourceSpec, TrainSpec, rank_mistakes, settle_gpus, settle_parallel
 from opentinker.shared.spec.tree_sampling import settle_tree
 from opentinker.shared.types.errors import SpecError
-from opentinker.shared.types.mistakes import IS_NEEDED, NO_TABLE, WHOLE, fill, mistake, mistakes_of, unused
+from opentinker.shared.types.mistakes import IS_NEEDED, WHOLE, fill, mistake, mistakes_of, unused
 
 __all__ = [
     "AdapterSpec",
@@ -126,19 +126,6 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "eval": ("environment",),
     "tinker": (),
 }
-EXAMPLES = {
-    "name": 'name = "first run"',
-    "model": 'model = { base = "Qwen/Qwen3-0.6B" }',
-    "environment": 'environment = { name = "gsm8k" }',
-    "train": "train = { steps = 100 }",
-    "data": 'data = { path = "rows.jsonl" }',
-    "model.base": 'base = "Qwen/Qwen3-0.6B"',
-    "environment.name": 'name = "gsm8k"',
-    "train.steps": "steps = 100",
-    "data.path": 'path = "rows.jsonl"',
-    "start.from": 'from = "j-0123456789@latest"',
-}
-"""Example lines of TOML for required settings."""
 
 
 class JobSpec(SpecPart):
@@ -389,7 +376,7 @@ def parse_spec(data: Any, *, stored: bool = False) -> JobSpec:
             raise SpecError([mistake("sweep", None, SWEPT)])  # its parameters may set what else is missing
     kind = data.get("kind", "rl") if isinstance(data, dict) else "rl"
     absent = KIND_PARTS - PARTS_OF[kind] if isinstance(kind, str) and kind in PARTS_OF else set()
-    raise SpecError(with_suggestions(map(_with_example, found), JobSpec, absent))
+    raise SpecError(with_suggestions(map(with_example, found), JobSpec, absent))
 
 
 def _once(mistakes: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -401,11 +388,3 @@ def _once(mistakes: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return table == "policies" and (rest.partition(".")[2], one["problem"]) in own
 
     return [one for one in mistakes if not inherited(one)]
-
-
-def _with_example(one: dict[str, Any]) -> dict[str, Any]:
-    """Add an example to a mistake about a missing field."""
-    example = EXAMPLES.get(one["field"])
-    if example is None or not one["problem"].startswith((IS_NEEDED, NO_TABLE)):
-        return one
-    return {**one, "problem": f"{one['problem']}, e.g. {example}", "suggestion": example}

@@ -1,4 +1,5 @@
-"""Suggests the setting that was meant: by its name in other libraries, by its place in the spec, by its spelling."""
+"""Suggests the setting that was meant: by its name in other libraries, by its place in the spec, by its spelling; and a
+line for a setting that is needed."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from opentinker.shared.types.mistakes import UNKNOWN, nearest
+from opentinker.shared.types.mistakes import IS_NEEDED, NO_TABLE, UNKNOWN, nearest
 
 BATCH = ["batch_size", "per_device_train_batch_size", "rollout_batch_size", "train_batch_size"]
 GROUP = ["n", "n_samples", "n_samples_per_prompt", "num_generations", "num_samples", "rollout_n", "samples_per_prompt"]
@@ -81,6 +82,19 @@ SYNONYMS = {
 }
 """Our settings -> what TRL, verl, OpenRLHF, prime-rl, peft and transformers call them; of two settings with one foreign
 name, the first that the kind of job has is meant."""
+EXAMPLES = {
+    "name": 'name = "first run"',
+    "model": 'model = { base = "Qwen/Qwen3-0.6B" }',
+    "environment": 'environment = { name = "gsm8k" }',
+    "train": "train = { steps = 100 }",
+    "data": 'data = { path = "rows.jsonl" }',
+    "model.base": 'base = "Qwen/Qwen3-0.6B"',
+    "environment.name": 'name = "gsm8k"',
+    "train.steps": "steps = 100",
+    "data.path": 'path = "rows.jsonl"',
+    "start.from": 'from = "j-0123456789@latest"',
+}
+"""Example lines of TOML for required settings."""
 
 
 def with_suggestions(
@@ -134,3 +148,11 @@ def _tables(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [table for inner in get_args(annotation) for table in _tables(inner)]
+
+
+def with_example(one: dict[str, Any]) -> dict[str, Any]:
+    """Add an example to a mistake about a missing field."""
+    example = EXAMPLES.get(one["field"])
+    if example is None or not one["problem"].startswith((IS_NEEDED, NO_TABLE)):
+        return one
+    return {**one, "problem": f"{one['problem']}, e.g. {example}", "suggestion": example}

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from opentinker.sdk.spec_location import command_for, with_places
-from opentinker.shared.spec import EXAMPLES, MAX_MISTAKES, JobSpec, parse_spec
+from opentinker.shared.spec import MAX_MISTAKES, JobSpec, parse_spec
 from opentinker.shared.spec.labels import file_name
-from opentinker.shared.spec.near import SYNONYMS, paths_of
+from opentinker.shared.spec.near import EXAMPLES, SYNONYMS, paths_of
 from opentinker.shared.types import mistakes
 from opentinker.shared.types.errors import SpecError, described
 from opentinker.shared.types.spec_text import parse_text
