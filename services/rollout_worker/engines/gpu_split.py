@@ -22,7 +22,7 @@ from opentinker.shared.spec.matches.policies import spec_of
 from opentinker.shared.spec.train import engine_ranks
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import Lease, Pool
-from opentinker.shared.types.errors import JobFailed
+from opentinker.shared.types.errors import JobFailed, SpecError
 from opentinker.shared.types.workers import Gpu, WorkerInfo
 
 ALONE = 0.9
@@ -41,6 +41,7 @@ UNPLANNED = "the trainer is on this rollout worker's GPU, and there is no plan o
 INSTEAD = (
     "set rollout.gpu_memory_utilization to the share of the GPU that the engines may take, or give the worker another"
 )
+NO_PLAN = f"another job's trainer is on this rollout worker's GPU, and there is no plan of its memory here; {INSTEAD}"
 
 
 class Unplanned(JobFailed):
@@ -227,9 +228,13 @@ def _placed(workers: Iterable[WorkerInfo], leases: Iterable[Lease]) -> list[Work
 
 
 async def _other_jobs(store: Store, job: str, leases: Iterable[Lease]) -> dict[str, JobSpec]:
-    """Return the specs of the other jobs that have one of these leases, by id."""
-    ids = sorted({one.job for one in leases} - {job})
-    return {record.id: read_stored(record.spec) for record in await store.jobs(ids)}
+    """Return the specs of the other jobs that have one of these leases, by id. Raises JobFailed, without its settings,
+    where one cannot be read here."""
+    records = await store.jobs(sorted({one.job for one in leases} - {job}))
+    try:
+        return {record.id: read_stored(record.spec) for record in records}
+    except SpecError:  # of another release
+        raise JobFailed(NO_PLAN) from None
 
 
 def is_shared(own: WorkerInfo, ranks: int, workers: Iterable[WorkerInfo]) -> bool:
@@ -315,8 +320,7 @@ def _other_trainer(spec: JobSpec, job: str, trainers: Iterable[WorkerInfo], leas
     try:
         return _trainer(spec, job, trainers, leases, by_files=True)[0]
     except Unplanned:
-        problem = "another job's trainer is on this rollout worker's GPU, and there is no plan of its memory here; "
-        raise JobFailed(problem + INSTEAD) from None
+        raise JobFailed(NO_PLAN) from None
 
 
 def planned(

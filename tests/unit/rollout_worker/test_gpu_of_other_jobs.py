@@ -111,3 +111,13 @@ async def test_the_spec_of_another_job_is_read_though_a_submission_of_it_is_refu
     trains = Lease(job="b", worker="trainer-0", incarnation="i", epoch=1, pool=Pool.TRAINER)
     found = await gpu_split._other_jobs(store, "a", [trains])
     assert list(found) == ["b"] and list(found["b"].policies) == ["speaker", "listener"]
+
+
+async def test_the_spec_of_another_job_that_cannot_be_read_is_no_mistake_of_this_one_and_shows_none_of_it() -> None:
+    record = SimpleNamespace(id="b", spec={**BASE, "of_another_release": "secret"})
+    store: Any = SimpleNamespace(jobs=AsyncMock(return_value=[record]))
+    trains = Lease(job="b", worker="trainer-0", incarnation="i", epoch=1, pool=Pool.TRAINER)
+    with pytest.raises(JobFailed, match="another job's trainer") as raised:
+        await gpu_split._other_jobs(store, "a", [trains])
+    assert not isinstance(raised.value, gpu_split.Unplanned), "so it is waited for"
+    assert "secret" not in str(raised.value) and "of_another_release" not in str(raised.value)
