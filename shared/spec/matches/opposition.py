@@ -1,6 +1,6 @@
-"""Whom a policy plays against, in training and in evaluations: other policies and pools outside its team. Bots, frozen
-checkpoints and models behind URLs are opponents only where it has none of these: beside them such a seat is neutral, as
-a judge's. In a job of kind `eval`, checkpoints that stand for policies are named as opponents."""
+"""Finds a policy's opponents, in training and in evaluations: other policies and pools outside its team. Bots, frozen
+checkpoints and models behind URLs are opponents only if there is no such policy or pool; otherwise their seats are
+neutral, like a judge's. In a job of kind `eval`, checkpoints that stand for policies are named as opponents."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def opposing(
     teams: Teams,
     named: Collection[str] = (),
 ) -> dict[str, SeatSpec]:
-    """Return the seats of a policy's opponents. `entries`: [seats]; `seats`: of a match, as far as they are known. What
-    [seats] names is there too, and a pattern stands for the seats of a player who has none of these. `named`: entries
-    whose players are opponents as policies are, see `evaluation.opponents`.
+    """Return the seats of a policy's opponents. `entries`: [seats]; `seats`: known seats of a match.
+    Seats named in [seats] are added, and a pattern counts as a seat if its player has no other. `named`: entries whose
+    players count as policies, see `evaluation.opponents`.
 
-    A policy that plays several seats, and not as a team, plays against itself: beside it no fixed player is one."""
+    A policy that plays several seats without a team plays against itself, and no fixed player is its opponent."""
     players = {seat: player_at(entries, seat) for seat in seats}
     known = list(players.values())
     players |= {seat: one for seat, one in entries.items() if not is_pattern(seat) or one not in known}
@@ -81,8 +81,8 @@ class Opposition:
         self._of = lru_cache(64)(lambda turn, seats: _named(opposing(self._turns[turn], seats, policy, teams)))
 
     def seats(self, played: Mapping[str, str]) -> Mapping[str, str]:
-        """Return the opponents' seats in a match, with the name of the player, see `_named`. `played`: who plays the
-        seats of models, also of those without a turn."""
+        """Return the opponents' seats in a match, with the name of the player, see `_named`. `played`: player by
+        seat of a model, including seats without a turn."""
         known = {seat: name for seat, name in played.items() if name in self._policies and len(self._turns) > 1}
         turns = (
             turn
@@ -92,7 +92,7 @@ class Opposition:
         return self._of(next(turns, 0), frozenset(played))
 
     def names(self, seats: Collection[str]) -> set[str]:
-        """Return who may be an opponent in a match with these seats of models, whoever plays which."""
+        """Return possible opponents in a match with these seats of models, in any rotation."""
         return {name for turn in range(len(self._turns)) for name in self._of(turn, frozenset(seats)).values()}
 
 

@@ -322,7 +322,8 @@ async def test_jobs_that_are_unselected_while_all_are_loaded_stay_so(
         await tab.page.keyboard.press("a")
     arrived.set()
     await expect(tab.page.locator("p.count")).to_contain_text("250 jobs", timeout=20_000)
-    await asyncio.sleep(0.3)  # what would be selected would be so as soon as they are there
+    # jobs that the page still wanted to select would be drawn as such in the next frames
+    await tab.page.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
     if change == "head":
         await expect(bulk).to_have_count(0)
     else:
