@@ -263,9 +263,9 @@ def _readable(directories: Iterable[Path], damaged: Damaged = lambda *_: None) -
     return sorted(found, key=lambda pair: (pair[1].age, not pair[0].name.startswith(REMOVING)))
 
 
-def sweep(root: Path, keep: int, epoch: int, needed: Collection[int] = ()) -> None:
-    """Remove all but the newest `keep` checkpoints and those at a position in `needed`, and orphans of crashed writers
-    and removers.
+def sweep(root: Path, keep: int, epoch: int, positions: Collection[int] = (), steps: Collection[int] = ()) -> None:
+    """Remove all but the newest `keep` checkpoints and those at a position in `positions` or of a step in `steps`, and
+    orphans of crashed writers and removers.
 
     A checkpoint with an unreadable manifest does not count towards `keep` and stays, as evidence. Raises Fenced if a
     newer epoch has committed: it may be writing.
@@ -276,7 +276,7 @@ def sweep(root: Path, keep: int, epoch: int, needed: Collection[int] = ()) -> No
         known = list_checkpoints(root)
         _refuse_epoch_below(max([fenced_epoch(root), *(manifest.epoch for _, manifest in known)]), epoch, root)
         for directory, manifest in known[: max(0, len(known) - keep)]:
-            if manifest.position in needed:
+            if manifest.position in positions or manifest.step in steps:
                 continue
             shutil.rmtree(_set_aside(directory), ignore_errors=True)
         for orphan in root.iterdir():

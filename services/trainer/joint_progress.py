@@ -41,6 +41,8 @@ class RecoveryLine:
     """None: the policy begins with its first weights."""
     gone_back: set[Path] = field(default_factory=set)
     """Those that resume from an older checkpoint than their newest."""
+    pinned: set[Path] = field(default_factory=set)
+    """Those that should have gone further back than they can: some of their matches are trained by them alone."""
     damaged: dict[Path, dict[str, str]] = field(default_factory=lambda: defaultdict(dict))
 
 
@@ -74,6 +76,8 @@ class JointProgress:
         """Whether the policies resume from a `RecoveryLine`."""
         self.line: RecoveryLine | None = None
         """Where the policies of another job resume, if they train on the same matches, likewise."""
+        self.kept: dict[Path, list[Manifest | None]] = {}
+        """By directory: the checkpoints, oldest first, that such a policy could go back to; None: its first weights."""
         self.common: CommonPosition | None = None
         """Where the policies of a deterministic job resume, once the first of them has looked."""
         self.sweeping = threading.Lock()

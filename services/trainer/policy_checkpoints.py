@@ -9,7 +9,7 @@ The policies of another job that trains all on every match resume from a recover
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,11 +41,19 @@ class PolicyCheckpoints:
         position, if any do; `in_step`: of all policies that resume from a recovery line, by policy."""
         self._root, self._together, self._joint = root, together, joint
         self._in_step = dict(in_step or {})
+        self._needed: list[int] = []
+        """Steps of checkpoints that the policy may have to resume from, however many are newer."""
 
     def fence(self, epoch: int) -> None:
         """Prevent commits of lower epochs, in the directories of all policies that resume together."""
         for root in self._together or list(self._in_step.values()) or [self._root]:
             checkpoint.fence(root, epoch)
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the policy resumes from a checkpoint that was trained on matches which another policy is not: it
+        should have gone further back than it can."""
+        return self._joint.line is not None and self._root in self._joint.line.pinned
 
     def find(self, damaged: dict[str, str]) -> tuple[Path, Manifest] | None:
         """Return the checkpoint to resume from. Adds the problem of each damaged one of this policy to `damaged`."""
@@ -66,8 +74,29 @@ class PolicyCheckpoints:
         line = self._joint.line
         return checkpoint.remove_newer(self._root, kept, epoch) if line and self._root in line.gone_back else []
 
+    def resumed(self, manifest: Manifest | None) -> None:
+        """The policy goes on from this checkpoint; None: from its first weights."""
+        self._joint.kept[self._root] = [manifest]
+
+    def saved(self, manifest: Manifest) -> int | None:
+        """A checkpoint was committed. Returns the step of the one up to which everything may be released: that before
+        the one from which the policy would resume now, which may be damaged. None: nothing may be."""
+        kept = self._joint.kept.setdefault(self._root, [])
+        kept.append(manifest)
+        own: Manifest | None = manifest
+        if self._in_step:  # older, as long as another policy has not saved the versions that this one has met
+            lists = {name: self._joint.kept[root] for name, root in self._in_step.items()}
+            line, _ = _go_back(
+                {name: one[-1] for name, one in lists.items()}, lambda name, at: _before(lists[name], at)
+            )
+            own = next(line[name] for name, root in self._in_step.items() if root == self._root)
+        before = kept[kept.index(own) - 1] if kept.index(own) > 0 else None
+        self._needed = [one.step for one in (before, own) if one is not None]
+        return None if before is None else before.step
+
     def note_release(self, step: int) -> None:
         """Note, before what only older checkpoints account for is released, that the policy cannot go back to them."""
+        self._keep(lambda one: one is not None and one.step >= step)
         if self._in_step:
             checkpoint.note_release(self._root, step)
 
@@ -75,7 +104,14 @@ class PolicyCheckpoints:
         """Remove all but the newest `keep` checkpoints and those from which all policies could resume."""
         with self._joint.sweeping:
             needed = common_positions(self._together, CommonPosition())[:KEPT_POSITIONS] if self._together else []
-            checkpoint.sweep(self._root, keep, epoch, needed)
+            checkpoint.sweep(self._root, keep, epoch, needed, self._needed)
+        if self._in_step:
+            left = {one.step for _, one in checkpoint.list_checkpoints(self._root)}
+            self._keep(lambda one: one is None or one.step in left)
+
+    def _keep(self, holds: Callable[[Manifest | None], bool]) -> None:
+        kept = self._joint.kept
+        kept[self._root] = [one for one in kept.get(self._root, []) if holds(one)]
 
 
 def common_positions(roots: list[Path], found: CommonPosition) -> list[int]:
@@ -98,43 +134,63 @@ def newest_common(roots: list[Path]) -> CommonPosition:
 
 def recovery_line(roots: Mapping[str, Path]) -> RecoveryLine:
     """Return the newest checkpoints none of which was trained on a match that weights after another's have played:
-    then every policy is trained on it, or none. A policy goes back by one checkpoint at most, for which the stream and
-    admission have what it needs; where that is not enough, each resumes from its newest. `roots`: by policy."""
+    then every policy is trained on it, or none. A policy goes back as far as the stream and admission have what it
+    needs; where that is not enough it is pinned. `roots`: by policy."""
     line = RecoveryLine()
     newest = {name: checkpoint.find_newest(root, _into(line.damaged[root])) for name, root in roots.items()}
-    found, gone_back = dict(newest), set[str]()
-    while (late := _inconsistent(found)) is not None:
-        held = found[late]
-        before = None if held is None or late in gone_back else checkpoint.find_before(roots[late], held[1])
-        if (
-            held is None
-            or late in gone_back
-            or (before is None and not checkpoint.may_begin_again(roots[late], held[1]))
-        ):
-            found, gone_back = newest, set()
-            break
-        gone_back.add(late)
-        found[late] = before
-    line.found = {roots[name]: one for name, one in found.items()}
-    line.gone_back = {roots[name] for name in gone_back}
+    paths = {id(one): path for path, one in filter(None, newest.values())}
+
+    def before(name: str, one: Manifest) -> tuple[Manifest | None] | None:
+        earlier = checkpoint.find_before(roots[name], one)
+        if earlier is None:
+            return (None,) if checkpoint.may_begin_again(roots[name], one) else None
+        paths[id(earlier[1])] = earlier[0]
+        return (earlier[1],)
+
+    found, pinned = _go_back({name: one and one[1] for name, one in newest.items()}, before)
+    line.found = {roots[name]: None if one is None else (paths[id(one)], one) for name, one in found.items()}
+    line.gone_back = {root for name, root in roots.items() if line.found[root] != newest[name]}
+    line.pinned = {roots[name] for name in pinned}
     return line
 
 
-def _inconsistent(found: Mapping[str, tuple[Path, Manifest] | None]) -> str | None:
-    """Return a policy whose checkpoint was trained on a match that later weights of another's have played."""
+def _go_back(
+    newest: Mapping[str, Manifest | None], before: Callable[[str, Manifest], tuple[Manifest | None] | None]
+) -> tuple[dict[str, Manifest | None], set[str]]:
+    """Go back, one policy at a time, until no checkpoint was trained on a match that later weights of another policy
+    have played. `before`: returns the checkpoint before one of a policy, in a tuple; None: it cannot go back. Returns
+    the checkpoint of each policy, None for its first weights, and the policies that should have gone further back."""
+    found, pinned = dict(newest), set[str]()
+    while (late := _inconsistent(found, pinned)) is not None:
+        name, held = late
+        if (earlier := before(name, held)) is None:
+            pinned.add(name)
+        else:
+            (found[name],) = earlier
+    return found, pinned
+
+
+def _before(kept: list[Manifest | None], one: Manifest) -> tuple[Manifest | None] | None:
+    at = kept.index(one)
+    return (kept[at - 1],) if at > 0 else None
+
+
+def _inconsistent(found: Mapping[str, Manifest | None], pinned: Collection[str]) -> tuple[str, Manifest] | None:
+    """Return a policy, with its checkpoint, that was trained on a match which later weights of another have played."""
     for name, held in found.items():
-        for other, version in held[1].seen.items() if held is not None else ():
-            if other in found and not _covers(found[other], version):
-                return name
+        if held is None or name in pinned:
+            continue
+        if any(other in found and not _covers(found[other], version) for other, version in held.seen.items()):
+            return name, held
     return None
 
 
-def _covers(held: tuple[Path, Manifest] | None, version: WeightVersion) -> bool:
+def _covers(held: Manifest | None, version: WeightVersion) -> bool:
     """Return whether a version is among those that led to a checkpoint."""
     if held is None:
         return version.step == 0
-    later = [step for epoch, step in held[1].resumed.items() if epoch > version.epoch]
-    return version.step <= min([held[1].step, *later])
+    later = [step for epoch, step in held.resumed.items() if epoch > version.epoch]
+    return version.step <= min([held.step, *later])
 
 
 def _into(problems: dict[str, str]) -> checkpoint.Damaged:

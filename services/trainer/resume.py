@@ -30,6 +30,8 @@ async def resume(reporter: JobReporter) -> Manifest | None:
     path, manifest = await _find_checkpoint(reporter) or (None, None)
     if gone := await asyncio.to_thread(reporter.stored.forget_newer, manifest, reporter.lease.epoch):
         log.info("went_back", policy=reporter.policy, removed=gone)
+    if reporter.stored.pinned and manifest is not None:
+        await reporter.event("out_of_step", {"policy": reporter.policy, "step": manifest.step})
     if manifest is not None:
         await reporter.continue_from(manifest)
     # Without a checkpoint only evaluations of the weights that the job starts from remain valid.

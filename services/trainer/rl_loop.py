@@ -148,6 +148,7 @@ class TrainerJob:
             self.saved = [SavedStep(manifest.step, manifest.stream_floor, 0)]
             self.position, self.seen = manifest.position, dict(manifest.seen)
             await self.validation.resumed(self.step)
+        self.reporter.stored.resumed(manifest)
         await self.rewinder.restored(manifest)
         self.assembler.resumed = resumed
         algorithm, rule = self.spec.algorithm, self.joint.rule
@@ -350,12 +351,14 @@ class TrainerJob:
         )
         if not await self.reporter.commit(manifest, last=last):
             return
-        if self.saved:  # one checkpoint behind: the newest may turn out to be damaged
-            await self._release(self.saved[-1])
         self.saved.append(SavedStep(self.step, floor, self.received_at_save))
+        step = self.reporter.stored.saved(manifest)
+        for saved in [one for one in self.saved if one.step == step]:
+            await self._release(saved)
 
     async def _release(self, saved: SavedStep) -> None:
         """Release everything that this checkpoint accounts for: it will not be read again."""
+        self.saved = [one for one in self.saved if one.step >= saved.step]
         await asyncio.to_thread(self.reporter.stored.note_release, saved.step)
         await self.admission.commit(saved.step)
         self.assembler.forget(saved.floor)

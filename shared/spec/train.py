@@ -83,7 +83,7 @@ class TrainSpec(SpecPart):
     checkpoint_every: Steps = 50
     """Steps between checkpoints; the last step is always saved."""
     keep_checkpoints: Annotated[int, Field(ge=2, le=1_000_000)] = 3
-    """Number of newest checkpoints that stay on disk."""
+    """Number of newest checkpoints that stay on disk; policies that train on the same matches keep at most two more."""
     target: Annotated[dict[str, Annotated[float, Field(ge=-1e12, le=1e12)]], Field(max_length=100)] = {}
     """Stop early once the mean of the last 10 steps of each named metric reaches the value, e.g. {"exact" = 0.9}. For a
     metric of [validation], e.g. {"val/exact" = 0.9}, the last complete evaluation counts, and training waits for it."""

@@ -124,6 +124,32 @@ class InStep(Pair):
         return found
 
 
+class Life:
+    """One trainer of both policies, which keeps two checkpoints of each."""
+
+    def __init__(self, in_step: InStep) -> None:
+        self._in_step = in_step
+        joint = JointProgress(20, {"a": 20, "b": 20})
+        self._stored = {name: PolicyCheckpoints(root, [], joint, in_step.roots) for name, root in in_step.roots.items()}
+        for one in self._stored.values():
+            found = one.find({})
+            one.resumed(None if found is None else found[1])
+
+    def save(self, name: str, step: int, *, seen: int) -> int | None:
+        """Save as a trainer does. Returns the step up to which it releases what its checkpoints account for."""
+        stored = self._stored[name]
+        self._in_step.keep(name, step, seen=seen)
+        stored.sweep(2, 1)
+        (newest,) = (one for _, one in list_checkpoints(self._in_step.roots[name]) if one.step == step)
+        released = stored.saved(newest)
+        if released is not None:
+            stored.note_release(released)
+        return released
+
+    def kept(self, name: str) -> list[int]:
+        return [one.step for _, one in list_checkpoints(self._in_step.roots[name])]
+
+
 @pytest.fixture
 def in_step(tmp_path: Path) -> InStep:
     return InStep(tmp_path)
@@ -155,6 +181,39 @@ def test_a_policy_never_goes_back_to_what_was_released(in_step: InStep) -> None:
         in_step.keep("b", step, seen=step)
     PolicyCheckpoints(in_step.roots["a"], [], JointProgress(9, {"a": 9, "b": 9}), in_step.roots).note_release(6)
     assert in_step.steps() == {"a": 6, "b": 6}, "some matches are then trained by a alone"
+
+
+def test_a_policy_goes_back_as_far_as_another_makes_it(in_step: InStep) -> None:
+    for step in (2, 4, 6, 8):
+        in_step.keep("a", step, seen=step)
+    in_step.keep("b", 4, seen=2)
+    assert in_step.steps() == {"a": 4, "b": 4}, (
+        "a's steps 6 and 8 were trained on matches that b does not know any more"
+    )
+
+
+def test_nothing_is_released_that_a_policy_behind_makes_another_need(in_step: InStep) -> None:
+    life = Life(in_step)
+    assert life.save("a", 2, seen=1) is None and life.save("b", 1, seen=0) is None, "nothing before the newest of each"
+    assert [life.save("a", step, seen=step - 1) for step in (4, 6, 8, 10)] == [None] * 4, "b has saved its step 1 alone"
+    assert life.kept("a") == [2, 8, 10], "the newest two, and that which a would resume from"
+    assert in_step.steps() == {"a": 2, "b": 1}
+    life = Life(in_step)
+    assert [life.save("a", step, seen=step - 1) for step in (4, 6)] == [None, None]
+    assert life.save("b", 5, seen=4) == 1 and life.save("a", 8, seen=5) == 6, "both are in step again"
+    assert in_step.steps() == {"a": 8, "b": 5}
+
+
+def test_a_policy_that_cannot_go_back_does_not_hold_the_others(in_step: InStep) -> None:
+    in_step.keep("a", 3, seen=5)
+    PolicyCheckpoints(in_step.roots["a"], [], JointProgress(9, {"a": 9, "b": 9}), in_step.roots).note_release(3)
+    in_step.keep("b", 2, seen=3)
+    in_step.keep("b", 4, seen=4)
+    joint = JointProgress(9, {"a": 9, "b": 9})
+    stored = {name: PolicyCheckpoints(root, [], joint, in_step.roots) for name, root in in_step.roots.items()}
+    found = {name: one.find({}) for name, one in stored.items()}
+    assert {name: one and one[1].step for name, one in found.items()} == {"a": 3, "b": 2}
+    assert {name: one.pinned for name, one in stored.items()} == {"a": True, "b": False}
 
 
 def test_versions_that_were_rolled_back_are_in_no_checkpoint_of_a_later_trainer(in_step: InStep) -> None:
