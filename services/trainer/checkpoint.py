@@ -184,21 +184,20 @@ def remove_after(root: Path, record: Manifest, epoch: int) -> list[int]:
 
 
 def find_before(root: Path, manifest: Manifest) -> tuple[Path, Manifest] | None:
-    """Return the checkpoint before this one, if it is intact and nothing that a trainer needs to continue from it has
-    been released (`note_release`)."""
-    older = [pair for pair in list_checkpoints(root) if pair[1].age < manifest.age]
-    if not older or older[-1][1].step < _released(root):
-        return None
-    try:
-        return older[-1][0], read_intact(older[-1][0])
-    except JobFailed as error:
-        log.error("checkpoint_damaged", checkpoint=str(older[-1][0]), problem=str(error))
-        return None
+    """Return the newest intact checkpoint before this one, unless something that a trainer needs to continue from it
+    has been released (`note_release`)."""
+    for directory, older in reversed(list_checkpoints(root)):
+        if older.age < manifest.age and older.step >= _released(root):
+            try:
+                return directory, read_intact(directory)
+            except JobFailed as error:
+                log.error("checkpoint_damaged", checkpoint=str(directory), problem=str(error))
+    return None
 
 
-def may_begin_again(root: Path, manifest: Manifest) -> bool:
-    """Return whether a policy can go back from its first checkpoint to its first weights."""
-    return _released(root) == 0 and all(one.age >= manifest.age for _, one in list_checkpoints(root))
+def may_begin_again(root: Path) -> bool:
+    """Return whether a policy can go back to its first weights."""
+    return _released(root) == 0
 
 
 def note_release(root: Path, step: int) -> None:

@@ -42,7 +42,7 @@ class RecoveryLine:
     gone_back: set[Path] = field(default_factory=set)
     """Those that resume from an older checkpoint than their newest."""
     pinned: set[Path] = field(default_factory=set)
-    """Those that should have gone further back than they can: some of their matches are trained by them alone."""
+    """Those that cannot go back as far as they should, and stay at their newest: they alone train some matches."""
     damaged: dict[Path, dict[str, str]] = field(default_factory=lambda: defaultdict(dict))
 
 
@@ -78,6 +78,8 @@ class JointProgress:
         """Where the policies of another job resume, if they train on the same matches, likewise."""
         self.kept: dict[Path, list[Manifest | None]] = {}
         """By directory: the checkpoints, oldest first, that such a policy could go back to; None: its first weights."""
+        self.asked_to_save: set[str] = set()
+        """Policies that save before they take their next batch: then no checkpoint of another holds what they lack."""
         self.common: CommonPosition | None = None
         """Where the policies of a deterministic job resume, once the first of them has looked."""
         self.sweeping = threading.Lock()
@@ -198,6 +200,10 @@ class JointProgress:
         """Return the job's progress record after a policy's report: the report itself, or those of all by policy."""
         self._shown[policy] = progress
         return dict(progress) if not policy else {"policies": self._shown}
+
+    def ask_to_save(self, policy: str) -> None:
+        """Have the other policies save."""
+        self.asked_to_save.update(name for name in self._open if name != policy)
 
     def finish(self, policy: str, why: str = "") -> None:
         """A policy has made its last step and saved it. `why`: what the job's owner should know about its end."""

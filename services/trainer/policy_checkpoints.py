@@ -41,8 +41,7 @@ class PolicyCheckpoints:
         position, if any do; `in_step`: of all policies that resume from a recovery line, by policy."""
         self._root, self._together, self._joint = root, together, joint
         self._in_step = dict(in_step or {})
-        self._needed: list[int] = []
-        """Steps of checkpoints that the policy may have to resume from, however many are newer."""
+        self._policy = next((name for name, one in self._in_step.items() if one == root), "")
 
     def fence(self, epoch: int) -> None:
         """Prevent commits of lower epochs, in the directories of all policies that resume together."""
@@ -71,28 +70,47 @@ class PolicyCheckpoints:
 
     def forget_newer(self, kept: Manifest | None, epoch: int) -> list[int]:
         """Remove the checkpoints that the policy goes back from with the others. Returns their steps."""
-        line = self._joint.line
-        return checkpoint.remove_newer(self._root, kept, epoch) if line and self._root in line.gone_back else []
+        return checkpoint.remove_newer(self._root, kept, epoch) if self.went_back else []
+
+    @property
+    def went_back(self) -> bool:
+        """Whether the policy resumes from an older checkpoint than its newest, with the others."""
+        return self._joint.line is not None and self._root in self._joint.line.gone_back
 
     def resumed(self, manifest: Manifest | None) -> None:
         """The policy goes on from this checkpoint; None: from its first weights."""
         self._joint.kept[self._root] = [manifest]
 
-    def saved(self, manifest: Manifest) -> int | None:
+    def saved(self, manifest: Manifest, *, asked: bool) -> int | None:
         """A checkpoint was committed. Returns the step of the one up to which everything may be released: that before
-        the one from which the policy would resume now, which may be damaged. None: nothing may be."""
+        the one from which the policy would resume now, which may be damaged. None: nothing may be. If that is the one
+        with which this trainer began, or older than the last but one, the other policies are asked to save too, unless
+        this one was itself `asked` to."""
         kept = self._joint.kept.setdefault(self._root, [])
         kept.append(manifest)
-        own: Manifest | None = manifest
+        needed = self._needed()
+        at = kept.index(needed[-1])
+        if not asked and at < len(kept) - 1 and (at == 0 or at < len(kept) - 2):
+            self._joint.ask_to_save(self._policy)
+        return needed[0].step if len(needed) > 1 and needed[0] is not None else None
+
+    def _needed(self) -> list[Manifest | None]:
+        """Return the checkpoint from which the policy would resume, after the one before it, if there is one."""
+        kept = self._joint.kept[self._root]
+        own = kept[-1]
         if self._in_step:  # older, as long as another policy has not saved the versions that this one has met
             lists = {name: self._joint.kept[root] for name, root in self._in_step.items()}
             line, _ = _go_back(
                 {name: one[-1] for name, one in lists.items()}, lambda name, at: _before(lists[name], at)
             )
-            own = next(line[name] for name, root in self._in_step.items() if root == self._root)
-        before = kept[kept.index(own) - 1] if kept.index(own) > 0 else None
-        self._needed = [one.step for one in (before, own) if one is not None]
-        return None if before is None else before.step
+            own = line[self._policy]
+        at = kept.index(own)
+        return kept[max(0, at - 1) : at + 1]
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether the policy would resume from its newest checkpoint."""
+        return self._needed()[-1] is self._joint.kept[self._root][-1]
 
     def note_release(self, step: int) -> None:
         """Note, before what only older checkpoints account for is released, that the policy cannot go back to them."""
@@ -104,7 +122,8 @@ class PolicyCheckpoints:
         """Remove all but the newest `keep` checkpoints and those from which all policies could resume."""
         with self._joint.sweeping:
             needed = common_positions(self._together, CommonPosition())[:KEPT_POSITIONS] if self._together else []
-            checkpoint.sweep(self._root, keep, epoch, needed, self._needed)
+            steps = [one.step for one in self._needed() if one is not None] if self._in_step else []
+            checkpoint.sweep(self._root, keep, epoch, needed, steps)
         if self._in_step:
             left = {one.step for _, one in checkpoint.list_checkpoints(self._root)}
             self._keep(lambda one: one is None or one.step in left)
@@ -143,7 +162,7 @@ def recovery_line(roots: Mapping[str, Path]) -> RecoveryLine:
     def before(name: str, one: Manifest) -> tuple[Manifest | None] | None:
         earlier = checkpoint.find_before(roots[name], one)
         if earlier is None:
-            return (None,) if checkpoint.may_begin_again(roots[name], one) else None
+            return (None,) if checkpoint.may_begin_again(roots[name]) else None
         paths[id(earlier[1])] = earlier[0]
         return (earlier[1],)
 
@@ -159,12 +178,14 @@ def _go_back(
 ) -> tuple[dict[str, Manifest | None], set[str]]:
     """Go back, one policy at a time, until no checkpoint was trained on a match that later weights of another policy
     have played. `before`: returns the checkpoint before one of a policy, in a tuple; None: it cannot go back. Returns
-    the checkpoint of each policy, None for its first weights, and the policies that should have gone further back."""
+    the checkpoint of each policy, None for its first weights, and the policies that cannot go back far enough, and stay
+    at their newest."""
     found, pinned = dict(newest), set[str]()
     while (late := _inconsistent(found, pinned)) is not None:
         name, held = late
         if (earlier := before(name, held)) is None:
             pinned.add(name)
+            found = dict(newest)
         else:
             (found[name],) = earlier
     return found, pinned

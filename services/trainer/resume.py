@@ -28,10 +28,14 @@ async def resume(reporter: JobReporter) -> Manifest | None:
     Older epochs cannot write afterwards. Raises JobFailed, Fenced.
     """
     path, manifest = await _find_checkpoint(reporter) or (None, None)
-    if gone := await asyncio.to_thread(reporter.stored.forget_newer, manifest, reporter.lease.epoch):
-        log.info("went_back", policy=reporter.policy, removed=gone)
-    if reporter.stored.pinned and manifest is not None:
-        await reporter.event("out_of_step", {"policy": reporter.policy, "step": manifest.step})
+    gone = await asyncio.to_thread(reporter.stored.forget_newer, manifest, reporter.lease.epoch)
+    reporter.stored.resumed(manifest)
+    step = 0 if manifest is None else manifest.step
+    if reporter.stored.went_back:
+        log.info("went_back", policy=reporter.policy, step=step, removed=gone)
+        await reporter.event("went_back", {"step": step, "from": max(gone, default=step)})
+    if reporter.stored.pinned:
+        await reporter.event("out_of_step", {"step": step})
     if manifest is not None:
         await reporter.continue_from(manifest)
     # Without a checkpoint only evaluations of the weights that the job starts from remain valid.
@@ -57,7 +61,7 @@ async def _find_checkpoint(reporter: JobReporter) -> tuple[Path, Manifest] | Non
     found = await asyncio.to_thread(reporter.stored.find, damaged)
     for name, problem in damaged.items():
         await reporter.event("checkpoint_damaged", {"checkpoint": name, "problem": problem})
-    if found is None and damaged:
+    if found is None and damaged and not reporter.stored.went_back:
         raise JobFailed(
             f"none of its {len(damaged)} checkpoints is intact ({next(iter(damaged.values()))}), and it does not "
             f"restart from step 0 by itself. They are in {reporter.root}; submit the job again to start with step 0"

@@ -148,7 +148,6 @@ class TrainerJob:
             self.saved = [SavedStep(manifest.step, manifest.stream_floor, 0)]
             self.position, self.seen = manifest.position, dict(manifest.seen)
             await self.validation.resumed(self.step)
-        self.reporter.stored.resumed(manifest)
         await self.rewinder.restored(manifest)
         self.assembler.resumed = resumed
         algorithm, rule = self.spec.algorithm, self.joint.rule
@@ -214,6 +213,7 @@ class TrainerJob:
         while not self.ctx.stopping.is_set():
             check_cancelled()
             self.intake.arrived.clear()
+            await self._save_if_asked()
             if self.joint.may_show(self.policy):
                 if self.withheld is not None:
                     await self.validation.offer(self.withheld)
@@ -237,6 +237,7 @@ class TrainerJob:
         while not self.ctx.stopping.is_set():
             check_cancelled()
             self.intake.arrived.clear()
+            await self._save_if_asked()
             await self.intake.discard_unfit()
             batch = self.assembler.take(self.step, self.spec.algorithm.groups_per_batch, self.joint.growth(self.policy))
             if batch is not None:
@@ -323,8 +324,14 @@ class TrainerJob:
 
     # --- checkpoints and the end --------------------------------------------------------------------------------
 
-    async def _save(self, *, last: bool = False) -> None:
-        """Commit a checkpoint of the current step; then release what the one before it accounts for."""
+    async def _save_if_asked(self) -> None:
+        if self.policy in self.joint.asked_to_save:
+            await finish_uncancelled(self._save(asked=True))
+
+    async def _save(self, *, last: bool = False, asked: bool = False) -> None:
+        """Commit a checkpoint of the current step; then release what nothing will be resumed from any more. `asked`: by
+        another policy."""
+        self.joint.asked_to_save.discard(self.policy)
         if self.saved and self.saved[-1].step == self.step:
             return
         self.received_at_save = self.intake.received
@@ -352,7 +359,7 @@ class TrainerJob:
         if not await self.reporter.commit(manifest, last=last):
             return
         self.saved.append(SavedStep(self.step, floor, self.received_at_save))
-        step = self.reporter.stored.saved(manifest)
+        step = self.reporter.stored.saved(manifest, asked=asked)
         for saved in [one for one in self.saved if one.step == step]:
             await self._release(saved)
 
@@ -368,8 +375,11 @@ class TrainerJob:
 
     async def _make_room(self) -> bool:
         """Purge everything that the newest checkpoint accounts for, after verifying it instead of writing two. Returns
-        whether it is intact."""
+        whether it is intact, and no other policy may make this one go back from it."""
         await self._save()
+        if not self.reporter.stored.is_in_step:
+            self.joint.ask_to_save(self.policy)
+            return False
         found = await asyncio.to_thread(checkpoint.find_newest, self.reporter.root)
         intact = found is not None and bool(self.saved) and found[1].step == self.saved[-1].step
         if intact:
@@ -386,6 +396,11 @@ class TrainerJob:
             return
         if self.policy:  # the others' matches need its weights until they are finished too
             self.intake.is_over = True
+            while not self.reporter.stored.is_in_step:  # another one may still make it go back
+                if self.ctx.stopping.is_set():
+                    return
+                self.joint.ask_to_save(self.policy)
+                await sleep(0.5)
             if await finish_uncancelled(self._make_room()):
                 self.joint.cover(self.policy)
             await self.admission.finish(Discard.SURPLUS)

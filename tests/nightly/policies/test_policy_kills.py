@@ -48,7 +48,7 @@ NAMES = (*SERVICES, *SERVERS, "rollout_worker-1", "env_worker-1")
 def game(model: Path) -> JobSpec:
     """The second policy takes half as many matches a step and saves at other matches, so that a killed trainer goes on
     from steps of different age. One episode of each group is kept, with all its rewards."""
-    halves = {"algorithm": {"groups_per_batch": BATCH // 2}, "train": {"steps": 2 * STEPS, "checkpoint_every": 4}}
+    halves = {"algorithm": {"groups_per_batch": BATCH // 2}, "train": {"steps": 2 * STEPS, "checkpoint_every": 7}}
     spec: dict[str, Any] = {
         "name": "zero-sum under kills",
         "model": {"base": str(model), "chat_template": "plain"},

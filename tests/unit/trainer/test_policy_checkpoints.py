@@ -129,19 +129,24 @@ class Life:
 
     def __init__(self, in_step: InStep) -> None:
         self._in_step = in_step
-        joint = JointProgress(20, {"a": 20, "b": 20})
-        self._stored = {name: PolicyCheckpoints(root, [], joint, in_step.roots) for name, root in in_step.roots.items()}
-        for one in self._stored.values():
+        self.joint = JointProgress(20, {"a": 20, "b": 20})
+        self.stored = {
+            name: PolicyCheckpoints(root, [], self.joint, in_step.roots) for name, root in in_step.roots.items()
+        }
+        for name, one in self.stored.items():
             found = one.find({})
             one.resumed(None if found is None else found[1])
+            self.joint.restore(name, 0 if found is None else found[1].step)
 
     def save(self, name: str, step: int, *, seen: int) -> int | None:
         """Save as a trainer does. Returns the step up to which it releases what its checkpoints account for."""
-        stored = self._stored[name]
+        stored = self.stored[name]
+        asked = name in self.joint.asked_to_save
+        self.joint.asked_to_save.discard(name)
         self._in_step.keep(name, step, seen=seen)
         stored.sweep(2, 1)
         (newest,) = (one for _, one in list_checkpoints(self._in_step.roots[name]) if one.step == step)
-        released = stored.saved(newest)
+        released = stored.saved(newest, asked=asked)
         if released is not None:
             stored.note_release(released)
         return released
@@ -200,8 +205,36 @@ def test_nothing_is_released_that_a_policy_behind_makes_another_need(in_step: In
     assert in_step.steps() == {"a": 2, "b": 1}
     life = Life(in_step)
     assert [life.save("a", step, seen=step - 1) for step in (4, 6)] == [None, None]
+    assert not life.stored["a"].is_in_step
     assert life.save("b", 5, seen=4) == 1 and life.save("a", 8, seen=5) == 6, "both are in step again"
-    assert in_step.steps() == {"a": 8, "b": 5}
+    assert life.stored["a"].is_in_step and in_step.steps() == {"a": 8, "b": 5}
+
+
+@pytest.mark.parametrize("every", [1, 2, 5])
+def test_policies_save_together_before_one_would_lose_two_checkpoints(in_step: InStep, every: int) -> None:
+    life = Life(in_step)
+    for step in range(1, 20):  # as far apart as they can be: every checkpoint of one has met what the other lacks
+        life.save("a", 5 * step, seen=7 * step - 1)
+        if "b" in life.joint.asked_to_save:
+            life.save("b", 7 * step - 1, seen=5 * step)
+            assert not life.joint.asked_to_save, "who saves because it was asked to asks nobody"
+            assert life.stored["a"].is_in_step and life.stored["b"].is_in_step
+        life.save("b", 7 * step, seen=5 * step + 2)
+        if "a" in life.joint.asked_to_save:
+            life.save("a", 5 * step + 2, seen=7 * step)
+        assert all(len(life.kept(name)) <= 4 for name in BATCH)
+        if step % every == 0:
+            found = in_step.steps()
+            assert found["a"] >= 5 * (step - 1) and found["b"] >= 7 * (step - 1)
+            life = Life(in_step)
+
+
+def test_a_damaged_checkpoint_on_the_way_back_is_passed_over(in_step: InStep) -> None:
+    for step in (2, 4, 6):
+        in_step.keep("a", step, seen=step)
+    in_step.keep("b", 4, seen=2)
+    (in_step.roots["a"] / name_of(4) / "model.safetensors").write_bytes(b"other")
+    assert in_step.steps() == {"a": 2, "b": 4}
 
 
 def test_a_policy_that_cannot_go_back_does_not_hold_the_others(in_step: InStep) -> None:
@@ -209,10 +242,11 @@ def test_a_policy_that_cannot_go_back_does_not_hold_the_others(in_step: InStep) 
     PolicyCheckpoints(in_step.roots["a"], [], JointProgress(9, {"a": 9, "b": 9}), in_step.roots).note_release(3)
     in_step.keep("b", 2, seen=3)
     in_step.keep("b", 4, seen=4)
+    in_step.keep("a", 4, seen=6)
     joint = JointProgress(9, {"a": 9, "b": 9})
     stored = {name: PolicyCheckpoints(root, [], joint, in_step.roots) for name, root in in_step.roots.items()}
     found = {name: one.find({}) for name, one in stored.items()}
-    assert {name: one and one[1].step for name, one in found.items()} == {"a": 3, "b": 2}
+    assert {name: one and one[1].step for name, one in found.items()} == {"a": 4, "b": 4}
     assert {name: one.pinned for name, one in stored.items()} == {"a": True, "b": False}
 
 
