@@ -13,6 +13,8 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from opentinker.services.trainer import checkpoint
 from opentinker.services.trainer.joint_progress import CommonPosition, JointProgress, RecoveryLine
 from opentinker.shared.types.core import WeightVersion
@@ -79,6 +81,8 @@ class PolicyCheckpoints:
 
     def resumed(self, manifest: Manifest | None) -> None:
         """The policy goes on from this checkpoint; None: from its first weights."""
+        if manifest is not None and self.pinned:  # what it has met is lost, whatever the others save from now on
+            manifest = msgspec.structs.replace(manifest, seen={})
         self._joint.kept[self._root] = [manifest]
 
     def saved(self, manifest: Manifest, *, asked: bool) -> int | None:
@@ -166,6 +170,9 @@ def recovery_line(roots: Mapping[str, Path]) -> RecoveryLine:
         paths[id(earlier[1])] = earlier[0]
         return (earlier[1],)
 
+    if any(newest[name] is None and line.damaged[root] for name, root in roots.items()):  # the job cannot go on
+        line.found = {roots[name]: one for name, one in newest.items()}
+        return line
     found, pinned = _go_back({name: one and one[1] for name, one in newest.items()}, before)
     line.found = {roots[name]: None if one is None else (paths[id(one)], one) for name, one in found.items()}
     line.gone_back = {root for name, root in roots.items() if line.found[root] != newest[name]}

@@ -250,7 +250,7 @@ class TrainerJob:
             unpurged = self.intake.received - self.received_at_purge
             if time.monotonic() - began > self.starved_s and unpurged > self.starved_bytes:
                 await finish_uncancelled(self._make_room())
-                began = time.monotonic()
+                began = time.monotonic() if self.reporter.stored.is_in_step else began
             await wait_event(self.intake.arrived, 0.5)
         return None
 
@@ -331,8 +331,8 @@ class TrainerJob:
     async def _save(self, *, last: bool = False, asked: bool = False) -> None:
         """Commit a checkpoint of the current step; then release what nothing will be resumed from any more. `asked`: by
         another policy."""
-        self.joint.asked_to_save.discard(self.policy)
         if self.saved and self.saved[-1].step == self.step:
+            self.joint.asked_to_save.discard(self.policy)
             return
         self.received_at_save = self.intake.received
         floor, above, discarded = await self.intake.account()
@@ -356,7 +356,9 @@ class TrainerJob:
             pools=dict(self.pools.members),
             rewinds=self.rewinder.count,
         )
-        if not await self.reporter.commit(manifest, last=last):
+        written = await self.reporter.commit(manifest, last=last)
+        self.joint.asked_to_save.discard(self.policy)
+        if not written:
             return
         self.saved.append(SavedStep(self.step, floor, self.received_at_save))
         step = self.reporter.stored.saved(manifest, asked=asked)
@@ -396,10 +398,11 @@ class TrainerJob:
             return
         if self.policy:  # the others' matches need its weights until they are finished too
             self.intake.is_over = True
-            while not self.reporter.stored.is_in_step:  # another one may still make it go back
+            self.joint.ask_to_save(self.policy)
+            while not self.reporter.stored.is_in_step and self.joint.asked_to_save - {self.policy}:
                 if self.ctx.stopping.is_set():
                     return
-                self.joint.ask_to_save(self.policy)
+                self.joint.asked_to_save.discard(self.policy)
                 await sleep(0.5)
             if await finish_uncancelled(self._make_room()):
                 self.joint.cover(self.policy)

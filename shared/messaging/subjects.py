@@ -216,11 +216,11 @@ GROUPS = StreamConfig(
     discard=DiscardPolicy.NEW,
     duplicate_window=DEDUP_S,
 )
-"""Acks remove nothing here: a job's messages are deleted when its second-newest checkpoint covers them, all of them
-when it ends. There is no limit per job: at a limit the trainer would wait for groups and never reach the checkpoint
-that makes room. Admission bounds the groups in flight. Disk use is bounded by two checkpoint intervals per job (the
-trainer shortens them beyond a GiB), and for all streams together by the server's `max_file_store`, by default three
-quarters of the free space at its start: beyond it publishers wait."""
+"""Acks remove nothing here: a job's messages are deleted when a checkpoint before the one from which it would resume
+covers them, all of them when it ends. There is no limit per job: at a limit the trainer would wait for groups and never
+reach the checkpoint that makes room. Admission bounds the groups in flight. Disk use is bounded by two checkpoint
+intervals per job, three with several policies (the trainer shortens them beyond a GiB), and for all streams together by
+the server's `max_file_store`, by default three quarters of the free space at its start: beyond it publishers wait."""
 COMMANDS = StreamConfig(
     name="COMMANDS",
     subjects=["command.*"],

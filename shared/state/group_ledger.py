@@ -6,7 +6,8 @@ several policies has `adm:{job}~{policy}` and `adm:{job}~{policy}:groups` for ea
              |             '--discard-> d:<batch>:<reason>
              '--fail--> (removed, counted)
 `restore(step)` turns t and d entries above a checkpointed step back into p; `commit(batch)` deletes those up to a batch
-that can no longer be rolled back: the trainer commits one checkpoint late, because the newest may be damaged.
+that can no longer be rolled back: that of the checkpoint before the one from which the trainer would resume, which may
+be damaged.
 
 Ledger, always: accepted = trained + discarded + pending.
 """

@@ -237,6 +237,18 @@ def test_a_damaged_checkpoint_on_the_way_back_is_passed_over(in_step: InStep) ->
     assert in_step.steps() == {"a": 2, "b": 4}
 
 
+def test_nothing_is_removed_if_another_policy_has_no_intact_checkpoint(in_step: InStep) -> None:
+    for step in (2, 4):
+        in_step.keep("a", step, seen=step)
+    in_step.keep("b", 4, seen=2)
+    (in_step.roots["b"] / name_of(4) / "model.safetensors").write_bytes(b"other")
+    joint = JointProgress(9, {"a": 9, "b": 9})
+    stored = PolicyCheckpoints(in_step.roots["a"], [], joint, in_step.roots)
+    found = stored.find({})
+    assert found is not None and found[1].step == 4 and not stored.went_back
+    assert stored.forget_newer(found[1], 2) == []
+
+
 def test_a_policy_that_cannot_go_back_does_not_hold_the_others(in_step: InStep) -> None:
     in_step.keep("a", 3, seen=5)
     PolicyCheckpoints(in_step.roots["a"], [], JointProgress(9, {"a": 9, "b": 9}), in_step.roots).note_release(3)
@@ -248,6 +260,14 @@ def test_a_policy_that_cannot_go_back_does_not_hold_the_others(in_step: InStep) 
     found = {name: one.find({}) for name, one in stored.items()}
     assert {name: one and one[1].step for name, one in found.items()} == {"a": 4, "b": 4}
     assert {name: one.pinned for name, one in stored.items()} == {"a": True, "b": False}
+    for name, one in stored.items():
+        pair = found[name]
+        assert pair is not None
+        one.resumed(pair[1])
+        joint.restore(name, pair[1].step)
+    in_step.keep("a", 5, seen=7)
+    (newest,) = (one for _, one in list_checkpoints(in_step.roots["a"]) if one.step == 5)
+    assert stored["a"].saved(newest, asked=False) is None and joint.asked_to_save == {"b"}
 
 
 def test_versions_that_were_rolled_back_are_in_no_checkpoint_of_a_later_trainer(in_step: InStep) -> None:
