@@ -113,7 +113,11 @@ def _run(bench: Bench, name: str, rollout: dict[str, Any], kl: float) -> Iterato
         "algorithm": {"group_size": 4, "groups_per_batch": 4, "max_staleness": 1, "kl_coef": kl},
         "rollout": rollout,
         "train": {"steps": steps, "lr": 1e-4},
-        "resources": {"trainer_gpus": int(bench.on_gpu), "rollout_gpus": int(bench.on_gpu)},
+        "resources": {
+            "trainer_gpus": int(bench.on_gpu),
+            # The simulated engine may not ask for a GPU; it takes versions on its worker's all the same.
+            "rollout_gpus": int(bench.on_gpu and rollout["engine"] == "vllm"),
+        },
     }
     file.write_bytes(orjson.dumps(spec))
     environ = dict(os.environ) | ({"OPENTINKER_REFERENCE_DEVICE": "cuda"} if bench.on_gpu else {})

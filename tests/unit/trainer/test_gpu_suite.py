@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ import torch
 from packaging.requirements import Requirement
 
 from loadtest.gpu import __main__ as suite
-from loadtest.gpu import bootstrap, wheels
+from loadtest.gpu import bootstrap, job, wheels
 from loadtest.gpu._bench import Bench, Finding, Skipped, at_least, at_most
 from loadtest.gpu._models import FOUR, HALF, ONE_AND_A_HALF, TINY, made
 from loadtest.gpu.job import JOB_TIMEOUT_S
@@ -24,6 +25,7 @@ from loadtest.gpu.wheels import LEFT_OUT
 from opentinker.shared.data.gpu_memory import ModelSize, TrainingMemory, model_size, training_bytes
 from opentinker.shared.data.model_files import parameters_in
 from opentinker.shared.nn import attention
+from opentinker.shared.spec import JobSpec, parse_spec
 from tests.support.learning import torch_spec
 
 QUICK = ("attention", "reference", "memory", "speed")
@@ -77,6 +79,25 @@ class AsOnGpu(Bench):
 
     def forget(self) -> None:
         pass
+
+    def now(self) -> float:
+        return 0.0
+
+
+def test_specs_of_jobs_on_a_gpu_are_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    specs: dict[str, JobSpec] = {}
+
+    def submitted(argv: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        file = Path(argv[argv.index("run") + 1])
+        specs[file.stem] = parse_spec(orjson.loads(file.read_bytes()))
+        return subprocess.CompletedProcess(argv, 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", submitted)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: True)
+    for check in (job.services, job.sleeping, job.vllm):
+        assert [*check(AsOnGpu("cuda", True, tmp_path))]
+    asked = {name: (spec.resources.trainer_gpus, spec.resources.rollout_gpus) for name, spec in specs.items()}
+    assert asked == {"services": (1, 0), "sleeping": (1, 0), "vllm": (1, 1)}
 
 
 def test_a_check_begins_only_with_its_limit_left(
