@@ -35,6 +35,7 @@ class BatchSampler:
     """
 
     context_length = CONTEXT
+    sleeps, asleep_s = False, 0.0
 
     def __init__(self, causal: Any, eos: int, seed: int) -> None:
         self.causal, self.eos = causal, eos

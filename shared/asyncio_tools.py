@@ -9,8 +9,7 @@ waiting point.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import structlog
@@ -188,16 +187,3 @@ async def every_despite(
         except errors as error:
             log.warning(event, error=str(error) or type(error).__name__)
         await sleep(seconds)
-
-
-@contextmanager
-def paused_timeout(clock: asyncio.Timeout) -> Iterator[None]:
-    """The time in which this is open does not count."""
-    loop, until = asyncio.get_running_loop(), clock.when()
-    assert until is not None
-    left_s = until - loop.time()
-    clock.reschedule(None)
-    try:
-        yield
-    finally:
-        clock.reschedule(loop.time() + left_s)

@@ -17,14 +17,13 @@ import asyncio
 import time
 import uuid
 from contextlib import nullcontext
-from functools import partial
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from opentinker.services.rollout_worker.engines.base import Completion, EngineError, EngineLost, Sampling, Shown
-from opentinker.services.rollout_worker.episode_protocol import Busy, EpisodeFailed, Sessions
+from opentinker.services.rollout_worker.episode_protocol import PAUSES_S, Busy, EpisodeFailed, Sessions, lateness
 from opentinker.services.rollout_worker.observation import observation_of
 from opentinker.services.rollout_worker.opening_check import Opening, opening_of
 from opentinker.services.rollout_worker.seat_map import LoadedPolicy, Player, SeatMap, learner_of
@@ -32,8 +31,9 @@ from opentinker.services.rollout_worker.token_stream import Stream
 from opentinker.services.rollout_worker.transcripts import is_kept
 from opentinker.services.rollout_worker.untrainable import Untrainable, reason_against, structure_of, trained_streams
 from opentinker.services.rollout_worker.url_player import UrlFailed, UrlPlayer
-from opentinker.shared.asyncio_tools import gather_all, paused_timeout
+from opentinker.shared.asyncio_tools import gather_all
 from opentinker.shared.spec import JobSpec
+from opentinker.shared.time_limit import TimeLimit
 from opentinker.shared.types.core import Ending, Message, StopReason, Ticket
 from opentinker.shared.types.env_protocol import OpenSession, Policy, SeatAction, SeatPrompt, SessionReply
 from opentinker.shared.types.errors import BadImage
@@ -101,18 +101,18 @@ class Episode:
     async def run(self) -> list[Trajectory]:
         started = time.monotonic()
         worker = None
+        engine = self.seats.first.engine  # the one that may sleep
+        limit = TimeLimit(self.spec.rollout.episode_timeout_s, lambda: engine.asleep_s)
         try:
-            async with asyncio.timeout(self.spec.rollout.episode_timeout_s) as clock:
-                reply = self._good(await self._open(clock))
+            async with limit.running():
+                reply = self._good(await self._open(limit))
                 self.open_s = time.monotonic() - started
                 worker = reply.worker
                 self.wants_tokens, self.row = reply.wants_tokens, reply.row
                 ending = await self._play(worker, reply)
         except TimeoutError:
             late = Ending.TIMEOUT if self.state == "GENERATING" else Ending.ENV_TIMEOUT
-            raise EpisodeFailed(
-                late, f"no end after {self.spec.rollout.episode_timeout_s:g} s (state {self.state})"
-            ) from None
+            raise EpisodeFailed(late, lateness(limit, self.state, self.turn)) from None
         except EngineLost:
             raise  # not this episode's failure: the process ends and the ticket goes elsewhere
         except EngineError as error:
@@ -136,7 +136,7 @@ class Episode:
         """Return whether the env worker has closed the session, as it does with an episode that is done."""
         return self.done
 
-    async def _open(self, clock: asyncio.Timeout) -> SessionReply:
+    async def _open(self, limit: TimeLimit) -> SessionReply:
         request = OpenSession(
             job=self.ticket.job,
             session=self.session,
@@ -146,13 +146,14 @@ class Episode:
             row=self.ticket.row,
             seed=self.ticket.seed,
             deadline_s=self.spec.rollout.episode_timeout_s,
+            pauses_s=PAUSES_S if self.seats.first.engine.sleeps else 0.0,
             policy=Policy(model=self.seats.first.spec.model.base, context_length=self.seats.context),
             bots=self.seats.bots,
             tools=[tool.model_dump() for tool in self.spec.environment.tools],
             tool_turns=self.spec.environment.tool_turns,
         )
         with self._busy("env"):
-            return await self.sessions.open(request, partial(paused_timeout, clock))
+            return await self.sessions.open(request, limit.paused)
 
     @staticmethod
     def _good(reply: SessionReply) -> SessionReply:

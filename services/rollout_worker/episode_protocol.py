@@ -6,8 +6,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+from opentinker.shared.time_limit import TimeLimit
 from opentinker.shared.types.core import Ending
 from opentinker.shared.types.env_protocol import OpenSession, SessionReply, StepSession
+
+PAUSES_S = 12 * 3600.0
+"""Longest that the engine may sleep, for steps of the trainer, in one episode."""
 
 Busy = Callable[[str], AbstractContextManager[object]]
 """Context manager by lane (`generation`, `env`), entered while the episode waits for that lane."""
@@ -21,6 +25,15 @@ class EpisodeFailed(Exception):
         self.opened_at = 0.0
         """Unix seconds when the environment had opened the episode; 0: it has not."""
         super().__init__(f"{ending}: {error}")
+
+
+def lateness(limit: TimeLimit, state: str, turn: int) -> str:
+    """Return what an episode waits for whose time is over."""
+    awaited = "the model" if state == "GENERATING" else "the environment"
+    text = f"no end after {limit.limit_s:g} s: turn {turn} waits for {awaited} (state {state})"
+    if limit.stopped_s:
+        text += f"; the {limit.stopped_s:.0f} s in which the engine slept for steps of the trainer do not count"
+    return text
 
 
 class Sessions(Protocol):

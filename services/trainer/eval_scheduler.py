@@ -43,7 +43,8 @@ flood the stream."""
 
 class EvalScheduler:
     """`publish` is the publisher's `offer`. `plan` None: no evaluations, every version is published immediately. After
-    `lost_after_s` without a result, exams that are not stored any longer are published again."""
+    `lost_after_s` without a result, exams that are not stored any longer are published again. `asleep_s`: seconds in
+    which engines slept for steps; time limits do not count them."""
 
     def __init__(
         self,
@@ -53,9 +54,10 @@ class EvalScheduler:
         reporter: JobReporter,
         publish: Callable[[SnapshotLike], None],
         lost_after_s: float = 10.0,
+        asleep_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.ctx, self.lease, self.plan, self.reporter, self._publish = ctx, lease, plan, reporter, publish
-        self.lost_after_s = lost_after_s
+        self.lost_after_s, self._asleep_s = lost_after_s, asleep_s
         self._part = part_id(lease.job, reporter.policy)
         """The job, or its policy that is evaluated."""
         self._opponents = [] if plan is None else plan.opponents_of(reporter.policy)
@@ -163,7 +165,7 @@ class EvalScheduler:
         began = time.monotonic()
         if await self._until_served(version):
             began = time.monotonic()
-            await self._until_done(version, began)
+            await self._until_done(version)
         if len(self._results) < self._total:
             await self._purge_exams()
         results = [self._results[index] for index in sorted(self._results)]
@@ -232,17 +234,21 @@ class EvalScheduler:
             self._changed.clear()
         return True
 
-    async def _until_done(self, version: WeightVersion, began: float) -> None:
+    def _now(self) -> float:
+        return time.monotonic() - self._asleep_s()
+
+    async def _until_done(self, version: WeightVersion) -> None:
         assert self.plan is not None
-        had, heard = 0, began
-        while len(self._results) < self._total and time.monotonic() - began < self.plan.timeout_s:
+        had, began = 0, self._now()
+        heard = began
+        while len(self._results) < self._total and self._now() - began < self.plan.timeout_s:
             self._changed.clear()
             await self._publish_more(version)
             if len(self._results) > had:
-                had, heard = len(self._results), time.monotonic()
-            elif time.monotonic() - heard > self.lost_after_s:
+                had, heard = len(self._results), self._now()
+            elif self._now() - heard > self.lost_after_s:
                 await self._republish_lost(version)
-                heard = time.monotonic()
+                heard = self._now()
             await wait_event(self._changed, POLL_S)
 
     # --- exams ----------------------------------------------------------------------------------------------------

@@ -79,7 +79,10 @@ class TrainerJob:
             pools_of(spec, policy), identity, root, learner, self.admission, event, self.joint.ratings, anchor
         )
         self.publisher = Publisher(self.ctx, lease, learner.device, self._served, self.reporter.lanes, policy)
-        self.validation = EvalScheduler(self.ctx, lease, spec.validation, self.reporter, self.publisher.offer)
+        self.validation = EvalScheduler(
+            self.ctx, lease, spec.validation, self.reporter, self.publisher.offer,
+            asleep_s=lambda: self.publisher.room.asleep_s,
+        )  # fmt: skip
         self.assembler = Assembler.of(spec, lease.epoch, self.joint)
         self.intake = Intake(self.reporter, self.admission, self.assembler, self.joint, lambda: self.step)
         self.rewinder = Rewinder(self.reporter, self.intake)

@@ -101,7 +101,7 @@ class EnvClient:
                     room_s = min(IN_LINE_S, 0.25 * self._ask_s, max(0.0, 0.5 * (give_up - now)))
                     request = msgspec.structs.replace(
                         request,
-                        deadline_s=deadline - now,
+                        deadline_s=deadline - now + request.pauses_s,
                         room_within_s=room_s,
                         answer_within_s=min(OPENING_S, 0.5 * within_s),
                         own_jobs=self._own_jobs,

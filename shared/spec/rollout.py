@@ -113,8 +113,9 @@ class RolloutSpec(SpecPart):
     """Extra episodes that a group starts: it closes when algorithm.group_size have ended and cuts off the rest. This
     avoids waiting for slow episodes, but biases the sample towards short ones."""
     episode_timeout_s: Annotated[float, Field(gt=0.0, le=604_800.0)] = 120.0
-    """Wall-clock limit of an episode: open, all steps and close. The environment's import before its first open has a
-    separate limit, the operator's env_import_timeout_s."""
+    """Wall-clock limit of an episode: open, all steps and close. The time in which its engine sleeps for steps of the
+    trainer does not count. The environment's import before its first open has a separate limit, the operator's
+    env_import_timeout_s."""
     retries: Annotated[int, Field(ge=0, le=10)] = 3
     """Retries of a failed episode before its group fails."""
     max_failed_share: Fraction = 0.5

@@ -63,6 +63,9 @@ class OpenSession(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     deadline_s: float
     """Seconds the whole episode may take, from when its environment has been imported."""
+    pauses_s: float = 0.0
+    """Seconds more in which the engine may sleep. `EnvClient` adds them to the deadline that env workers get, which is
+    then for sessions whose end they are not told: the rollout worker measures the episode's time."""
     answer_within_s: float = 0.0
     """If the environment takes longer to open, the worker answers `opening`, and is asked for the turn OPEN; for the
     turn IMPORTED before that, if it is being imported."""

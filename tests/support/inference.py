@@ -39,6 +39,7 @@ class Speaker:
         self.words = words
         self.version: WeightVersion | None = V
         self.context_length = 10_000
+        self.sleeps, self.asleep_s = False, 0.0
         self.gate: asyncio.Event | None = None
         self.at = 0
         self.asked: list[tuple[str, Sampling]] = []

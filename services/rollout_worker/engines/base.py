@@ -191,6 +191,10 @@ class Engine(Protocol):
     def sleeps(self) -> bool:
         """Whether the engine must give its memory to the trainer during a step."""
 
+    @property
+    def asleep_s(self) -> float:
+        """Seconds in which it slept, the present ones included; time limits of requests do not count them."""
+
     async def sleep(self) -> None:
         """Give memory back, and generate nothing, until `wake`. Requests stay. Idempotent. Raises SwapError,
         EngineLost."""

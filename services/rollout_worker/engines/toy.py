@@ -27,6 +27,7 @@ from opentinker.services.rollout_worker.engines.base import (
     SwapError,
 )
 from opentinker.shared.spec import LoraSpec, ToySpec
+from opentinker.shared.time_limit import Stopwatch
 from opentinker.shared.types.core import StopReason, WeightVersion
 from opentinker.shared.types.errors import TransportError
 from opentinker.shared.types.swap import SIMULATED, SwapCommand
@@ -73,6 +74,7 @@ class ToyEngine:
         self._running: dict[str, asyncio.Task[Completion]] = {}
         self._unpaused = asyncio.Event()
         self._unpaused.set()
+        self._asleep = Stopwatch()
 
     async def start(self) -> None:
         """Do nothing: there are no weights to load."""
@@ -90,10 +92,16 @@ class ToyEngine:
         """With `rollout.sleep = "always"` alone: it has no memory to give back."""
         return self._sleeps
 
+    @property
+    def asleep_s(self) -> float:
+        return self._asleep.seconds
+
     async def sleep(self) -> None:
+        self._asleep.start()
         self._unpaused.clear()
 
     async def wake(self) -> None:
+        self._asleep.stop()
         self._unpaused.set()
 
     def sibling(self, eos_ids: Collection[int], lora: LoraSpec) -> ToyEngine:

@@ -29,6 +29,7 @@ from opentinker.services.rollout_worker.engines.base import (
     SwapError,
 )
 from opentinker.shared.spec import LoraSpec
+from opentinker.shared.time_limit import Stopwatch
 from opentinker.shared.types.core import WeightVersion
 from opentinker.shared.types.swap import SIMULATED, SwapCommand
 
@@ -74,6 +75,7 @@ class VllmEngine:
         self._simulated = False
         self._swapping = asyncio.Lock()
         self._asleep = False
+        self._standing = Stopwatch()
         self._adapters: dict[int, Adapter] = {}
         self._beside: dict[str, Adapter] = {}
 
@@ -92,6 +94,10 @@ class VllmEngine:
     @property
     def sleeps(self) -> bool:
         return self._process.sleeps
+
+    @property
+    def asleep_s(self) -> float:
+        return self._standing.seconds
 
     async def start(self) -> None:
         await self._process.start()
@@ -188,13 +194,17 @@ class VllmEngine:
                 raise EngineLost(self._process.broken)
             if self._asleep:
                 return
+            self._standing.start()
             try:
                 await self._process.call("weights_release")
                 with self._process.while_open():
                     await self._process.llm().engine_core.sleep_async(level=1, mode="keep")
+                self._asleep = True
             except EngineDeadError as error:
                 raise self._process.lost() from error
-            self._asleep = True
+            finally:
+                if not self._asleep:
+                    self._standing.stop()
 
     async def wake(self) -> None:
         async with self._swapping:
@@ -208,6 +218,7 @@ class VllmEngine:
             if not awake:
                 raise self._process.lost("vLLM did not get its memory back after a step of the trainer")
             self._asleep = False
+            self._standing.stop()
 
     async def join(self, command: SwapCommand) -> None:
         async with self._swapping:

@@ -74,7 +74,7 @@ class Publisher:
         self._not_before: dict[str, float] = {}
         self._failed_attempts = 0
         """Consecutive attempts that reached no worker."""
-        self._room = StepRoom(self._calls)
+        self.room = StepRoom(self._calls)
         self._knows_workers = False
         """Every worker has answered: before that, any of them may have an engine that must sleep."""
         self._moving = asyncio.Lock()
@@ -111,16 +111,16 @@ class Publisher:
     async def room_for_step(self) -> AsyncIterator[None]:
         """Run the body, an optimizer step, while engines sleep that have no room next to it on the trainer's GPU. One
         that does not obey is excluded until it joins again, which wakes it; a step without room fails and says so."""
-        async with self._moving if self._room.sleepers or not self._knows_workers else nullcontext():
+        async with self._moving if self.room.sleepers or not self._knows_workers else nullcontext():
             if not self._knows_workers:
                 with self._lanes.busy("swap", "find"):
                     await self._look_for_workers()
-            sleepers = self._room.sleepers
+            sleepers = self.room.sleepers
             try:
                 await self._tell(sleepers, "sleep")
                 yield
             finally:
-                if self._room.had_sleepers:
+                if self.room.had_sleepers:
                     await asyncio.to_thread(release_unused, self.device)
                     await self._tell(sleepers, "wake")
 
@@ -130,7 +130,7 @@ class Publisher:
         now, members = time.monotonic(), _addresses(self._members)
         excluded = {name for name, end in self._not_before.items() if now < end}
         with self._lanes.busy("swap", action):
-            failures = await self._room.tell(sleepers, action, self._generation, self._load_s(), excluded)
+            failures = await self.room.tell(sleepers, action, self._generation, self._load_s(), excluded)
         for worker, failure in failures:
             if worker.address not in members:
                 self._back_off(worker, failure)
@@ -158,7 +158,7 @@ class Publisher:
     async def _find_members(self) -> list[WorkerInfo]:
         """Return the members that the group should have. If membership changes, every member must answer a ping."""
         now, alive = time.monotonic(), await self.ctx.store.workers()
-        self._room.forget_others(_addresses(alive))
+        self.room.forget_others(_addresses(alive))
         ready = [
             worker
             for worker in alive
@@ -168,7 +168,7 @@ class Publisher:
             self._knows_workers = True
             return ready
         answers = await self._calls.ping_all(ready)
-        self._room.note(ready, answers)
+        self.room.note(ready, answers)
         self._knows_workers |= not any(isinstance(a, SwapFailure) and a.absent and not a.gone for a in answers)
         refused = [(w, a) for w, a in zip(ready, answers, strict=True) if isinstance(a, SwapFailure) and not a.absent]
         for worker, failure in refused:
@@ -234,7 +234,7 @@ class Publisher:
         problem, answers = await self._calls.call(
             list(zip(members, commands, strict=True)), self._enter(port, chosen), self._timeout_s, self._give_up
         )
-        self._room.note(members, answers)
+        self.room.note(members, answers)
         if problem or any(isinstance(answer, SwapFailure) for answer in answers):
             self._break_group(members, answers, problem)
             if self._is_own_fault(members, answers, problem):

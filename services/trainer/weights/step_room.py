@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Collection, Sequence
 
 from opentinker.services.trainer.weights.swap_requests import PING_S, SwapCalls, SwapFailure
+from opentinker.shared.time_limit import Stopwatch
 from opentinker.shared.types.swap import SwapReply
 from opentinker.shared.types.workers import WorkerInfo
 
@@ -23,10 +24,16 @@ class StepRoom:
         """By address."""
         self.had_sleepers = False
         """One of them may be starting again, and measure then what a step leaves."""
+        self._asleep = Stopwatch()
 
     @property
     def sleepers(self) -> list[WorkerInfo]:
         return list(self._sleepers.values())
+
+    @property
+    def asleep_s(self) -> float:
+        """Seconds in which engines slept."""
+        return self._asleep.seconds
 
     def note(self, workers: Sequence[WorkerInfo], answers: Sequence[SwapReply | SwapFailure]) -> None:
         """Remember from their answers which of the workers have engines that sleep."""
@@ -57,7 +64,11 @@ class StepRoom:
             (answer,) = await self._calls.tell([worker], action, generation, limit)
             return answer
 
+        if action == "sleep":
+            self._asleep.start()
         answers = await asyncio.gather(*map(ask, sleepers))
+        if action == "wake":
+            self._asleep.stop()
         failures = []
         for worker, answer in zip(sleepers, answers, strict=True):
             if not isinstance(answer, SwapFailure):

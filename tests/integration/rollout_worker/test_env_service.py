@@ -130,6 +130,16 @@ async def test_an_import_has_its_own_deadline(client: EnvClient, workers: Worker
     assert late.failure == Ending.ENV_TIMEOUT and "was not imported within 5 s" in late.error
 
 
+async def test_a_session_outlives_its_time_by_that_in_which_its_engine_may_sleep(
+    client: EnvClient, workers: Workers
+) -> None:
+    await workers.start("env-0")
+    request = msgspec.structs.replace(opening("s", deadline_s=1.0), pauses_s=60.0)
+    reply = await client.open(request)
+    await asyncio.sleep(1.2)
+    assert (await client.step(*guess(reply, "s"))).failure is None
+
+
 async def test_open_without_any_worker_says_so(client: EnvClient) -> None:
     reply = await client.open(opening("s", deadline_s=0.3))
     assert reply.failure == Ending.ENV_LOST

@@ -37,5 +37,6 @@ async def test_an_engine_lets_go_of_its_version_before_it_sleeps() -> None:
     process: Any = SimpleNamespace(
         policies=iter([0]), broken="", while_open=contextlib.nullcontext, call=call, llm=lambda: core
     )
-    await VllmEngine(process, eos_ids=[1]).sleep()
-    assert calls == ["weights_release", "sleep"]
+    engine = VllmEngine(process, eos_ids=[1])
+    await engine.sleep()
+    assert calls == ["weights_release", "sleep"] and engine.asleep_s > 0.0

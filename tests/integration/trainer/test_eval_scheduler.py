@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from types import SimpleNamespace
 from typing import Any
 
 import orjson
 import pytest
 
+from opentinker.services.trainer import eval_scheduler
 from opentinker.services.trainer.eval_scheduler import EvalScheduler
 from opentinker.services.trainer.job_reporter import JobReporter
 from opentinker.services.trainer.learners.base import EmptySnapshot, SimulatedLearner
@@ -35,8 +37,10 @@ class Trial:
         self.record = JobReporter(ctx, lease, spec, SimulatedLearner(spec))
         self.published: list[int] = []
         self.it = EvalScheduler(
-            ctx, lease, spec.validation, self.record, lambda s: self.published.append(s.version.step)
-        )
+            ctx, lease, spec.validation, self.record, lambda s: self.published.append(s.version.step),
+            asleep_s=lambda: self.asleep_s,
+        )  # fmt: skip
+        self.asleep_s = 0.0
 
     async def offer(self, step: int) -> None:
         await self.it.offer(EmptySnapshot(version=V(1, step)))
@@ -100,6 +104,20 @@ async def test_no_later_version_is_published_before_the_evaluation_is_over(ctx: 
     assert (line["epoch"], line["step"], line["val/exact"]) == (1, 0, 0.5)
     kept = (t.record.root.parent / "transcripts" / "step-000000.jsonl").read_bytes().splitlines()
     assert [orjson.loads(one)["messages"] for one in kept] == [[{"role": "user", "content": "7="}]]
+
+
+async def test_the_time_in_which_engines_sleep_does_not_count(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    t = await trial(ctx, timeout_s=60.0)
+    now = 0.0
+    monkeypatch.setattr(eval_scheduler, "time", SimpleNamespace(monotonic=lambda: now))
+    async with running(t.it.run()):
+        await t.begin(2)
+        t.asleep_s = now = 100.0
+        await asyncio.sleep(2.0 * eval_scheduler.POLL_S)
+        assert await t.answer(make_result(0)) == [True], "it has not ended"
+        now = 161.0
+        said = await t.event("validation")
+    assert said["episodes"] == 1
 
 
 async def test_the_event_of_an_evaluation_says_how_many_games_were_won(ctx: Context) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from opentinker.services.rollout_worker.engines.base import Completion, EngineError, Progress, Sampling, Shown
+from opentinker.services.rollout_worker.engines.toy import ToyEngine
 from opentinker.services.rollout_worker.episode import Episode
 from opentinker.services.rollout_worker.episode_protocol import EpisodeFailed
 from opentinker.services.rollout_worker.renderer import Renderer
@@ -50,6 +51,8 @@ class Script:
     answers: list[Completion]
     context_length: int = 1000
     version: WeightVersion | None = V0
+    sleeps: bool = False
+    asleep_s: float = 0.0
     asked: list[tuple[list[int], Sampling]] = field(default_factory=list)
 
     async def generate(
@@ -107,7 +110,7 @@ def renderer(mode: str = "model") -> Renderer:
     return Renderer(Chars(), mode, frozenset({EOS}))
 
 
-def episode(engine: Script, env: Env, mode: str = "model", **spec: Any) -> Episode:
+def episode(engine: Script | ToyEngine, env: Env, mode: str = "model", **spec: Any) -> Episode:
     job = make_spec(**({"rollout__max_turns": 3, "rollout__max_tokens": 50} | spec))
     return Episode(job, make_ticket(), 0, SeatMap.single(job, engine, renderer(mode)), env)  # type: ignore[arg-type]
 

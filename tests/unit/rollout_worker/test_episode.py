@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,14 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
+from opentinker.services.rollout_worker.engines.base import Completion
+from opentinker.services.rollout_worker.engines.toy import ToyEngine
 from opentinker.services.rollout_worker.episode import turn_seed
 from opentinker.services.rollout_worker.renderer import Renderer
 from opentinker.services.rollout_worker.token_stream import merge
+from opentinker.shared.spec import ToySpec
 from opentinker.shared.types.core import Ending, Image, Message, StopReason, Text, Tool, ToolCall
-from opentinker.shared.types.env_protocol import SessionReply
+from opentinker.shared.types.env_protocol import OpenSession, SessionReply
 from opentinker.shared.types.errors import JobFailed
 from opentinker.shared.types.trajectories import Span
 from tests.support.factories import V0
@@ -170,10 +174,44 @@ async def test_import_of_the_environment_does_not_count_as_time_of_the_episode()
     assert await episode(Script([say("a$")]), env, rollout__episode_timeout_s=0.5).run()
 
 
+async def test_the_time_in_which_the_engine_sleeps_does_not_count() -> None:
+    engine = ToyEngine(ToySpec(), eos_id=EOS, vocab_size=128, context_length=1000, sleeps=True)
+    await engine.serve(V0)
+    asked: list[OpenSession] = []
+
+    class Opened(Env):
+        async def open(self, request: OpenSession, *given: Any, **named: Any) -> SessionReply:
+            asked.append(request)
+            return await super().open(request, *given, **named)
+
+    env = Opened([reply("q"), reply(done=True)])
+    await engine.sleep()
+    playing = asyncio.create_task(episode(engine, env, rollout__episode_timeout_s=0.5).run())
+    await asyncio.wait([playing], timeout=1.5)
+    assert not playing.done()
+    await engine.wake()
+    assert await playing
+    assert asked[0].deadline_s == 0.5 and asked[0].pauses_s >= 3600.0, "an env worker does not know when it sleeps"
+
+
+async def test_an_episode_that_is_late_says_what_it_waits_for() -> None:
+    class Sleeper(Script):
+        async def generate(self, *_: Any, **__: Any) -> Completion:
+            self.asleep_s = 0.6
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    failed = await failure_of(episode(Sleeper([]), Env([reply("q")]), rollout__episode_timeout_s=0.05))
+    assert failed.ending == Ending.TIMEOUT
+    assert "no end after 0.05 s: turn 0 waits for the model" in failed.error
+    assert "the 1 s in which the engine slept for steps of the trainer do not count" in failed.error
+
+
 async def test_hanging_environment_ends_at_the_deadline() -> None:
     env = Env([reply("q")], hang=True)
     failed = await failure_of(episode(Script([say("a$")]), env, rollout__episode_timeout_s=0.05))
     assert (failed.ending, env.closed) == (Ending.ENV_TIMEOUT, 1)
+    assert failed.error == "no end after 0.05 s: turn 0 waits for the environment (state INTERACTING)"
 
 
 async def test_spans_are_shifted_to_the_trajectory_and_cover_every_sampled_token() -> None:

@@ -105,9 +105,13 @@ async def test_the_first_step_of_a_trainer_finds_the_engines_of_its_predecessor(
     sleeper = FakeWorker(ctx, "sleeper", takes, sleeps=True)
     async with running(sleeper.live()):
         await until(ctx.store.workers)
-        async with Trainer(ctx, FAKE, "none").publisher.room_for_step():
+        one = Trainer(ctx, FAKE, "none").publisher
+        async with one.room_for_step():
             assert sleeper.asked == ["sleep"]
-    assert sleeper.asked == ["sleep", "wake"]
+            before = one.room.asleep_s
+            assert 0.0 < before < one.room.asleep_s
+        after = one.room.asleep_s
+    assert sleeper.asked == ["sleep", "wake"] and after == one.room.asleep_s
 
 
 @pytest.mark.parametrize("why", ["busy", "lost"])
@@ -137,7 +141,7 @@ async def test_an_engine_that_hangs_outside_the_group_neither_delays_a_step_nor_
     sleeper.busy = True
     async with running(sleeper.live()), running(other.live()), training(ctx, FAKE, "none") as trainer:
         await trainer.serve(1)
-        await until(lambda: trainer.publisher._room.sleepers)
+        await until(lambda: trainer.publisher.room.sleepers)
         for _ in range(2):
             async with asyncio.timeout(WAIT_S), trainer.publisher.room_for_step():
                 assert sleeper.asked[-1] == "sleep"
@@ -177,7 +181,7 @@ async def test_an_engine_whose_process_is_gone_is_not_told_to_sleep(
             await until(lambda: sleeper.version == version(1))
         async with trainer.publisher.room_for_step():
             pass
-        assert not trainer.publisher._room.sleepers
+        assert not trainer.publisher.room.sleepers
         await until(lambda: trainer.publisher.workers == 1)
         released = Mock()
         monkeypatch.setattr(publisher, "release_unused", released)
