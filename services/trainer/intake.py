@@ -4,8 +4,9 @@ trained, discarded or recognized as one that was consumed before."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 
 import structlog
@@ -19,7 +20,7 @@ from opentinker.shared.messaging.subjects import GROUP, WAKE
 from opentinker.shared.spec.matches.opposition import Opposition
 from opentinker.shared.state.admission import Admission
 from opentinker.shared.types.core import Discard
-from opentinker.shared.types.errors import JobFailed
+from opentinker.shared.types.errors import JobFailed, RestartNeeded
 from opentinker.shared.types.trajectories import Group, Trajectory
 
 log = structlog.get_logger()
@@ -167,16 +168,24 @@ class Intake:
         async with self._discarding:
             return self.assembler.account(self._step(), settled)
 
-    async def close_books(self) -> tuple[int, list[int], dict[str, int]]:
-        """Return what `account` does, of all groups consumed so far, also below the floor and for the step under way.
-        Nothing is discarded afterwards: this trainer is about to end."""
+    @contextlib.asynccontextmanager
+    async def closed_books(self) -> AsyncIterator[tuple[int, list[int], dict[str, int]]]:
+        """Give what `account` does, of all groups consumed so far, also below the floor and for the step under way.
+        Nothing is discarded in the body, nor after its RestartNeeded, with which this trainer ends; any other error
+        may be followed by a checkpoint."""
         floor, _, _ = await self.account()
         await self._discarding.acquire()
-        _, _, discarded = self.assembler.account(self._step() + 1, floor)
-        waiting = {group.seq for group in self.assembler.pending.values()}
-        seen = {one.seq for one in self.assembler.consumed.values() if one.seq is not None}
-        seen |= self.assembler.known - waiting | set(await self.admission.consumed())
-        return floor, sorted(seen), discarded
+        try:
+            _, _, discarded = self.assembler.account(self._step() + 1, floor)
+            waiting = {group.seq for group in self.assembler.pending.values()}
+            seen = {one.seq for one in self.assembler.consumed.values() if one.seq is not None}
+            seen |= self.assembler.known - waiting | set(await self.admission.consumed())
+            yield floor, sorted(seen), discarded
+        except RestartNeeded:
+            raise
+        except BaseException:
+            self._discarding.release()
+            raise
 
     async def wake_admission(self) -> None:
         await self.ctx.bus.emit(WAKE, {"job": self.lease.job}, who="admission")

@@ -90,24 +90,24 @@ class Rewinder:
             log.warning("not_rewound", alarm=alarm, problem=problem)
             await reporter.event("not_rewound", {"step": step, "alarm": alarm, "problem": problem})
             return
-        floor, consumed, discarded = await self._intake.close_books()
-        lost = self._intake.assembler.trained - good.ledger["trained"]
-        discarded[Discard.REWOUND] = discarded.get(Discard.REWOUND, 0) + lost
-        record = msgspec.structs.replace(
-            good,
-            epoch=reporter.lease.epoch,
-            stream_floor=floor,
-            consumed=consumed,
-            ledger={
-                "trained": good.ledger["trained"],
-                **{f"discarded/{reason}": count for reason, count in discarded.items()},
-            },
-            next_seq=(await self._intake.admission.ledger()).issued,
-            rewinds=self.count + 1,
-            rewound=Rewind(step=step, alarm=alarm),
-        )
-        await asyncio.to_thread(checkpoint.write_rewind, reporter.root, record)
-        raise RestartNeeded(f"{why}: it goes back to step {good.step}")
+        async with self._intake.closed_books() as (floor, consumed, discarded):
+            lost = self._intake.assembler.trained - good.ledger["trained"]
+            discarded[Discard.REWOUND] = discarded.get(Discard.REWOUND, 0) + lost
+            record = msgspec.structs.replace(
+                good,
+                epoch=reporter.lease.epoch,
+                stream_floor=floor,
+                consumed=consumed,
+                ledger={
+                    "trained": good.ledger["trained"],
+                    **{f"discarded/{reason}": count for reason, count in discarded.items()},
+                },
+                next_seq=(await self._intake.admission.ledger()).issued,
+                rewinds=self.count + 1,
+                rewound=Rewind(step=step, alarm=alarm),
+            )
+            await asyncio.to_thread(checkpoint.write_rewind, reporter.root, record)
+            raise RestartNeeded(f"{why}: it goes back to step {good.step}")
 
     def _find_good(self, since: int) -> Manifest | None:
         """Return the newest intact checkpoint of this lineage from before step `since`. Blocking."""

@@ -133,6 +133,20 @@ async def test_a_trainer_that_is_killed_before_it_has_written_anything_is_follow
     assert record.state == JobState.SUCCEEDED and ledger.balanced and ledger.trained == STEPS * BATCH
 
 
+async def test_a_job_that_cannot_write_where_it_goes_back_to_fails_and_keeps_its_last_step(
+    ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = await prepare(ctx)
+
+    def full(*_: object) -> None:
+        raise JobFailed("the job cannot go back: No space left on device")
+
+    monkeypatch.setattr(checkpoint, "write_rewind", full)
+    with pytest.raises(JobFailed, match="No space left"):
+        await train(job)
+    assert job.step % 5 and max(saved_steps(job)) == job.step > CLIFF
+
+
 @pytest.mark.parametrize("steps", [0, 2])
 async def test_a_trainer_that_is_killed_after_it_went_back_is_followed_by_one_that_does_the_same(
     ctx: Context, monkeypatch: pytest.MonkeyPatch, steps: int
