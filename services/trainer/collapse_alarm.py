@@ -115,7 +115,7 @@ class CollapseAlarm:
             return []
         of_batch = self._equal_batch(values)
         useless = {"groups": self._equal_groups(values), "batches": of_batch, "more": 0.0}
-        uniform = of_batch if self._algorithm.group_size == 1 else values.get("zero_variance", 0.0)
+        uniform = of_batch if self._algorithm.group_size == 1 else useless["groups"]
         shares = {"useless": useless[self._algorithm.learns_from], "uniform": uniform}
         self._history.append({**values, **shares})
         self._steps = list(self._history)[-WINDOW:]

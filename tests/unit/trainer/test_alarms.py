@@ -134,6 +134,8 @@ def test_equal_groups_are_heard_also_where_they_are_discarded() -> None:
     discarded = np.cumsum(np.where(STEPS < 100, 4.0, 200.0))
     kept = {"zero_variance": np.zeros(300), "groups": np.full(300, 8.0), "dropped/zero_variance": discarded}
     assert 105 < heard(learner(reward=0.3 + 0.02 * JITTER, **kept))["zero_variance"] < 125
+    sure = heard(learner(reward=0.3 + 0.02 * JITTER, entropy=np.full(300, 0.001), **kept))
+    assert set(sure) == {"entropy"} and 105 < sure["entropy"] < 125, "the policy says the same each time"
     assert heard(learner(reward=0.3 + 0.02 * JITTER, zero_variance=0.7 + 0.1 * JITTER)) == {}
     assert heard(learner(reward=np.full(300, 0.97), zero_variance=equal)) == {}, "it has learned its task"
     never = {"alarms": {"zero_variance": 0.0}}
