@@ -121,12 +121,12 @@ class TrainerJob:
         await self.pools.publish()
         await self.intake.open()
         try:
-            await self.validation.offer(await asyncio.to_thread(self.learner.snapshot, self._version))
-            await self.worker.status("ready", job=self.lease.job, epoch=self.lease.epoch)
-            loops = {"intake": self.intake.run(), "publish": self.publisher.run(), "train": self._train()}
-            if self.spec.validation is not None:
-                loops["evaluate"] = self.validation.run()
             async with self.reporter.save_on_exit(self._save):
+                await self.validation.offer(await self._snapshot())
+                await self.worker.status("ready", job=self.lease.job, epoch=self.lease.epoch)
+                loops = {"intake": self.intake.run(), "publish": self.publisher.run(), "train": self._train()}
+                if self.spec.validation is not None:
+                    loops["evaluate"] = self.validation.run()
                 await first_failure(loops)
         finally:
             await self.intake.close()
@@ -273,12 +273,13 @@ class TrainerJob:
         if self.position is not None:  # nothing is issued between the batch's last group and the next version
             self.position = max(group.seq for group in batch) + 1 - self.shift
         await self.admission.train(self.step, [group.seq for group in batch])
-        snapshot = await asyncio.to_thread(self.learner.snapshot, self._version)
+        snapshot = await self._snapshot()
         published = not self.joint.rule.together and self.validation.takes(snapshot)
         self.withheld = None if published else snapshot
         values |= self.pools.metrics()
         if self.step < self.spec.train.steps:  # after the last step no episode needs an opponent
-            await self.pools.grow(self._version)
+            with self.reporter.lanes.busy("swap", "snapshot", str(self._version)):
+                await self.pools.grow(self._version)
         ledger = await self.admission.ledger()
         now = time.monotonic()
         seconds, self.stepped_at = now - self.stepped_at, now
@@ -297,6 +298,11 @@ class TrainerJob:
         }
         await self.reporter.step(self.step, values, matches, seqs=[group.seq for group in batch])
         await self._log_rollouts(batch, spread)
+
+    async def _snapshot(self) -> SnapshotLike:
+        """Copy the version, which gathers it from all ranks under zero3."""
+        with self.reporter.lanes.busy("swap", "snapshot", str(self._version)):
+            return await asyncio.to_thread(self.learner.snapshot, self._version)
 
     def _opponent_metrics(self) -> dict[str, float]:
         lags = self.opponent_lags

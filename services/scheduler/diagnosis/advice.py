@@ -104,6 +104,14 @@ SLOW: dict[str, tuple[str, tuple[Choice, ...]]] = {
             "fewer, larger steps (algorithm.groups_per_batch)",
         ),
     ),
+    "copying the version": (
+        "each version is copied before it is sent, and gathered from all ranks under zero3",
+        (
+            ('train.parallel = "zero2"', lambda spec: spec.train.parallel == "zero3"),
+            LORA,
+            "fewer, larger steps (algorithm.groups_per_batch)",
+        ),
+    ),
     "forming the weight group": (
         "trainer and rollout workers connect anew with each that comes or goes",
         ("`opentinker logs JOB --level warning` names those that fail or do not answer",),

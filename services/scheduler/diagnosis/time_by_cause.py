@@ -29,6 +29,7 @@ CAUSES: dict[str, dict[str, Cause | None]] = {
     },
     "swap": {
         "": (STOPPED, "swap"),
+        "snapshot": (2, "copying the version"),
         "sleep": (STOPPED, "engines fall asleep or wake"),
         "wake": (STOPPED, "engines fall asleep or wake"),
         "find": (STOPPED, "looking for rollout workers"),

@@ -117,6 +117,13 @@ def test_waits_for_other_jobs_are_not_the_job_s_own_work() -> None:
     assert "kl_coef" not in advice_on("waiting for frozen models", make_spec())
 
 
+def test_a_version_that_is_gathered_is_no_idle_time() -> None:
+    copied = [seg("training", "step", 0.0, 2.0), seg("swap", "snapshot", 2.0, 9.0), seg("swap", "publish", 9.0, 10.0)]
+    expected = {"training": 2.0, "copying the version": 7.0, "swap": 1.0}
+    assert seconds_by_cause(copied, 0.0, 10.0) == pytest.approx(expected)
+    assert "zero2" not in advice_on("copying the version", make_spec())
+
+
 def test_many_overlapping_segments_leave_nothing_behind() -> None:
     many = [seg("generation", "rollout", n * 0.01, n * 0.01 + 0.5, 0.1) for n in range(1000)]
     found = seconds_by_cause(many, 0.0, 20.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import resource
 import threading
+import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -16,11 +17,11 @@ import orjson
 import pytest
 
 from opentinker.services.trainer import checkpoint, job_training, service
-from opentinker.services.trainer.learners.base import SimulatedLearner
+from opentinker.services.trainer.learners.base import EmptySnapshot, SimulatedLearner
 from opentinker.services.trainer.rl_loop import TrainerJob
 from opentinker.shared.config import Settings
 from opentinker.shared.data.step_log import StepLog
-from opentinker.shared.messaging.subjects import GROUP
+from opentinker.shared.messaging.subjects import GROUP, TIMELINE
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.admission import Admission
 from opentinker.shared.types import codec
@@ -44,7 +45,7 @@ from tests.integration.trainer.loop.trainer_jobs import (
     train,
 )
 from tests.support.factories import make_spec
-from tests.support.scheduling import kinds, running
+from tests.support.scheduling import kinds, messages, running
 
 
 async def test_checkpoint_that_cannot_be_written_is_said_and_the_job_goes_on(ctx: Context) -> None:
@@ -89,6 +90,26 @@ async def test_nan_fails_the_job_and_names_the_last_good_checkpoint(ctx: Context
     assert newest(job).step == 2
     ledger = await Admission(ctx.store.redis, JOB).ledger()
     assert ledger.balanced and ledger.trained == 3 * 2, "the refused step's groups are pending still"
+
+
+async def test_a_trainer_that_copies_a_version_says_so(ctx: Context) -> None:
+    """Or it would be called silent, and maybe killed."""
+
+    class Slow(Clumsy):
+        def snapshot(self, version: WeightVersion) -> EmptySnapshot:
+            time.sleep(0.2)
+            return super().snapshot(version)
+
+    job = await prepare(ctx, steps=2)
+    job.reporter.learner = job.learner = Slow(job.spec)
+    parts = await messages(ctx.bus, TIMELINE, job=JOB, worker=ctx.worker)
+    await train(job)
+
+    def copying() -> dict[str, float]:
+        copies = [one for part in parts for one in part.segments if one.kind == "snapshot"]
+        return {v: sum(one.end - one.start for one in copies if one.version == v) for v in ("1.0", "1.1", "1.2")}
+
+    await until(lambda: min(copying().values()) > 0.15)
 
 
 async def test_nan_before_any_checkpoint_says_so(ctx: Context) -> None:
