@@ -7,6 +7,7 @@ directory, as in a job.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from safetensors.torch import save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from examples.models.make_tiny import tiny_tokenizer
-from loadtest.gpu._bench import Bench
+from loadtest.gpu._bench import Bench, Skipped
 from opentinker.services.trainer.learners.rl import RlLearner
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.types.core import Ending, StopReason, WeightVersion
@@ -59,10 +60,14 @@ FOUR = Shape("4B", 2560, 9728, 36, 32, 8, 128, 151_936)
 
 
 def made(bench: Bench, shape: Shape) -> Path:
-    """Write a random model of this shape, unless it is there, and return its directory."""
+    """Write a random model of this shape, unless it is there, and return its directory. Raises Skipped if the disk is
+    too small for it."""
     directory = bench.place / f"model-{shape.name}"
     if directory.exists():
         return directory
+    size, free = 2 * shape.matrix_parameters, shutil.disk_usage(bench.place).free
+    if size > 0.95 * free:
+        raise Skipped(f"a {shape.name} model takes {size / 1e9:.1f} GB of disk; {free / 1e9:.1f} are free")
     directory.mkdir()
     config = Qwen3Config(
         vocab_size=shape.vocabulary, hidden_size=shape.hidden, intermediate_size=shape.inner,

@@ -10,6 +10,7 @@ packages are used where they are new enough, and never changed.
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import re
 import subprocess
@@ -101,6 +102,11 @@ def add(missing: list[str], wheels: list[Path], folder: Path, site: str) -> None
         stop(
             f"this Python lacks {', '.join(absent)}, or has them too old, and {folder} has no such wheels: pack them, "
             f"{how}, or install them next to its torch"
+        )
+    if importlib.util.find_spec("pip") is None:
+        stop(
+            f"this Python has no pip, which unpacks the wheels of {folder}: `{sys.executable} -m ensurepip`, `uv pip "
+            "install pip` in an environment of uv, or the system's package python3-pip"
         )
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index", "--no-deps"]
     ended = subprocess.run([*pip, "--no-compile", "--target", site, *map(str, wheels)], check=False)

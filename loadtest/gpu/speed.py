@@ -58,9 +58,10 @@ def _measured(bench: Bench, shape: Shape, groups: int, *, gradient_checkpointing
         "tokens_per_micro_batch": 64 if bench.small else 16_384,
         "lr": 1e-6,
     }
-    base = made(bench, shape)
-    if bench.on_gpu and (plan := planned_of(shape, spec_of(bench, base, train=train))) > (free := bench.free_bytes()):
+    plan = planned_of(shape, spec_of(bench, bench.place, train=train))
+    if bench.on_gpu and plan > (free := bench.free_bytes()):
         raise Skipped(f"all weights of a {shape.name} model need about {plan / 1e9:.0f} GB; {free / 1e9:.0f} are free")
+    base = made(bench, shape)  # only now: it takes seconds, and gigabytes of disk
     learner = learner_of(bench, base, train=train, algorithm={"group_size": 8, "groups_per_batch": groups})
     # One token of prompt: nothing is shared, so every token of a trajectory is computed.
     batches = [batch(shape, groups, 8, 2, length, seed) for seed in range(STEPS + 1)]

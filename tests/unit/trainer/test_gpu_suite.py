@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import orjson
 import pytest
@@ -16,7 +17,7 @@ import torch
 from packaging.requirements import Requirement
 
 from loadtest.gpu import __main__ as suite
-from loadtest.gpu import bootstrap, job, wheels
+from loadtest.gpu import bootstrap, job, speed, wheels
 from loadtest.gpu._bench import Bench, Finding, Skipped, at_least, at_most
 from loadtest.gpu._models import FOUR, HALF, ONE_AND_A_HALF, TINY, made
 from loadtest.gpu.job import JOB_TIMEOUT_S
@@ -93,7 +94,7 @@ def test_specs_of_jobs_on_a_gpu_are_valid(tmp_path: Path, monkeypatch: pytest.Mo
         return subprocess.CompletedProcess(argv, 0, "", "")
 
     monkeypatch.setattr(subprocess, "run", submitted)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: True)
+    monkeypatch.setattr(job, "importlib", SimpleNamespace(util=SimpleNamespace(find_spec=lambda _: True)))
     for check in (job.services, job.sleeping, job.vllm):
         assert [*check(AsOnGpu("cuda", True, tmp_path))]
     asked = {name: (spec.resources.trainer_gpus, spec.resources.rollout_gpus) for name, spec in specs.items()}
@@ -201,6 +202,28 @@ def test_what_is_lacking_says_how_to_pack_it(tmp_path: Path, capsys: pytest.Capt
             bootstrap.add(missing, [], tmp_path, str(tmp_path))
         assert stopped.value.code == bootstrap.NO_GPU
         assert f"lacks {', '.join(missing)}" in (told := capsys.readouterr().err) and said in told
+
+
+def test_a_python_without_pip_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wheel(tmp_path, "msgspec", "0.22.0")
+    monkeypatch.setattr(bootstrap, "importlib", SimpleNamespace(util=SimpleNamespace(find_spec=lambda _: None)))
+    with pytest.raises(SystemExit) as stopped:
+        bootstrap.add(["msgspec"], [*tmp_path.glob("*.whl")], tmp_path, str(tmp_path / "site"))
+    assert stopped.value.code == bootstrap.NO_GPU
+    assert "this Python has no pip" in capsys.readouterr().err
+
+
+def test_a_model_that_does_not_fit_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = AsOnGpu("cuda", True, tmp_path)
+    monkeypatch.setattr(AsOnGpu, "free_bytes", lambda _: 1000)
+    with pytest.raises(Skipped, match="all weights of a tiny model need about"):
+        list(speed.half(bench))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    with pytest.raises(Skipped, match="a tiny model takes"):
+        made(bench, TINY)
+    assert not list(tmp_path.iterdir())
 
 
 def test_numpy_is_packed_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
