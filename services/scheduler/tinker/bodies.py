@@ -27,6 +27,10 @@ Whole = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 SMALL, MIDDLE, LARGE = 1 << 16, 1 << 21, 1 << 24
 """Bytes of a body: of most requests; of one with a prompt; of one with training data."""
 MAX_SEQ = 2**53
+"""Numbers of commands, models and samplers are below it: scripts of Redis compute with them as doubles."""
+INT64 = 2**63
+"""Numbers of requests for samples are below it, which are text everywhere: copies of a client's sampler number theirs
+from a random multiple of a billion on. Seeds are below it too."""
 LONGEST_TTL_S = 10 * 366 * 86400.0
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 """Names of checkpoints."""
@@ -327,12 +331,12 @@ def text_of(field: str, text: str | None, longest: int = 200) -> str:
     return text or ""
 
 
-def seq_of(field: str, seq: int | None, low: int = 0) -> int:
+def seq_of(field: str, seq: int | None, low: int = 0, below: int = MAX_SEQ) -> int:
     """Return a number of the client's own. Raises SpecError."""
     if seq is None:
         raise SpecError.of(field, None, "is missing; use tinker 0.13 or newer, which numbers its requests")
-    if not low <= seq < MAX_SEQ:
-        raise SpecError.of(field, seq, f"must be a whole number, {low} or more")
+    if not low <= seq < below:
+        raise SpecError.of(field, seq, f"must be a whole number, {low} or more and below {below}")
     return seq
 
 

@@ -19,7 +19,7 @@ from opentinker.services.scheduler.http.route_decorator import Route
 from opentinker.services.scheduler.jobs.disk_threads import on_disk
 from opentinker.services.scheduler.tinker.access import Access, base_of, context_of, shown_base, too_many
 from opentinker.services.scheduler.tinker.bodies import (
-    MAX_SEQ,
+    INT64,
     MIDDLE,
     FutureBody,
     ParamsBody,
@@ -109,7 +109,7 @@ class SamplingApi:
         if body.sampling_session_id is None:
             raise SpecError.of("sampling_session_id", None, "is missing; make a sampling client first")
         sampler = await self._access.sampler(request, body.sampling_session_id)
-        seq = seq_of("seq_id", body.seq_id)
+        seq = seq_of("seq_id", body.seq_id, below=INT64)
         await self._refuse_withdrawn(request, sampler)
         job = await self._access.server(sampler.job)
         asked = sample_of(body, f"{sampler.id}#{seq}", tenant_of(request))
@@ -226,7 +226,7 @@ def params_of(params: ParamsBody) -> SampleParams:
         temperature=finite("temperature", params.temperature, 0.0, MAX_TEMPERATURE),
         top_p=finite("top_p", params.top_p, 1e-6, 1.0),
         top_k=top_k or -1,
-        seed=None if params.seed is None else _whole("seed", params.seed, 0, MAX_SEQ),
+        seed=None if params.seed is None else _whole("seed", params.seed, 0, INT64 - 1),
         stop=stop,
         stop_ids=stop_ids,
     )

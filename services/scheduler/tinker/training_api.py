@@ -24,6 +24,7 @@ from opentinker.services.scheduler.http.route_decorator import Route
 from opentinker.services.scheduler.tinker import bodies, training_data
 from opentinker.services.scheduler.tinker.access import Access, base_of, context_of, settings_of, shown_base
 from opentinker.services.scheduler.tinker.bodies import (
+    INT64,
     LARGE,
     PROTOBUF,
     AdamBody,
@@ -372,7 +373,7 @@ def _seed(id: str, seed: int | None) -> int:
     """Return the client's seed, or one of the model's id. Raises SpecError."""
     if seed is None:
         return int.from_bytes(hashlib.sha256(id.encode()).digest()[:4], "big")
-    return seq_of("lora_config.seed", seed)
+    return seq_of("lora_config.seed", seed, below=INT64)
 
 
 def _shape(id: str, given: Lora | None) -> LoraShape:

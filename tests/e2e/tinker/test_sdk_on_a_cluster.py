@@ -44,7 +44,8 @@ async def test_a_client_trains_saves_and_samples(cluster: Cluster, tiny: Path, v
     assert last < first and found["forward"] < last and found["lengths"] == [5, 3]
     assert "data[0]" in found["refused"] and "5 tokens" in found["refused"]
     assert math.isfinite(found["importance"]) and found["importance"] < 0
-    assert found["samples"] == found["sampled_logprobs"] and all(1 <= count <= 4 for count in found["samples"])
+    assert found["samples"] == found["sampled_logprobs"]
+    assert all(1 <= count <= 4 for count in found["samples"] + found["elsewhere"]) and len(found["elsewhere"]) == 2
     blank, *others = found["prompt_logprobs"]
     assert blank is None and all(value < 0 for value in others) and len(others) == 2
     assert {"weights/first", "sampler_weights/named"} <= set(found["checkpoints"])

@@ -55,6 +55,21 @@ async def test_samples_of_a_base_model_in_both_forms(user: Client, workers: Fake
     assert status == 200 and found == {"sampler_id": sampler, "base_model": BASE, "model_path": None}
 
 
+@pytest.mark.parametrize("seq", [3 * 10**17 + 1, 2**63 - 1])
+async def test_a_number_as_copies_of_a_client_use_it(user: Client, workers: FakeWorkers, seq: int) -> None:
+    """A client that was pickled begins at a random multiple of a billion, up to 10**18. Seeds may be as large."""
+    sampler = await sampler_of(user)
+    body = asked(sampler, seq, sampling_params={"seed": seq})
+    promise = await user.ok("asample", **body)
+    assert promise["request_id"] == f"{sampler}#{seq}" and await user.ok("asample", **body) == promise
+    assert len((await user.result(promise))["sequences"]) == len(workers.samples) == 1
+    assert workers.samples[0].params.seed == seq
+    workers.answers = False
+    promise = await user.ok("asample", **asked(sampler, seq - 1))
+    await user.ok("cancel_future", request_id=promise["request_id"])
+    assert "cancelled" in (await user.result(promise))["error"]
+
+
 async def test_likeliest_tokens_in_both_forms(user: Client, workers: FakeWorkers) -> None:
     workers.answers = False
     ids, logprobs = np.array([[0, 0], [4, 9]], "<i4"), np.array([[-99999.0] * 2, [-0.5, -1.5]], "<f4")
@@ -101,6 +116,7 @@ async def test_what_ends_a_sample(
         ({"prompt_logprobs_last_n": 9, "prompt_logprobs": True}, "prompt_logprobs_last_n"),
         ({"seq_id": None}, "0.13"),
         ({"seq_id": "x"}, "Expected"),
+        ({"seq_id": 2**63}, "9223372036854775807"),
         ({"sampling_session_id": None}, "sampling client"),
         ({"topk_sample_logprobs": 21}, "0 to 20"),
         (

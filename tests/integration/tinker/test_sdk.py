@@ -46,7 +46,8 @@ async def test_a_client_trains_saves_and_samples(ctx: Context, url: str, version
     assert found["version"] == version and found["bases"] == [BASE] and found["info"] == BASE
     assert found["losses"] == [1.5] * 6 and found["lengths"] == [5, 3]
     assert "has 1 rows" in found["refused"] or "weights" in found["refused"]
-    assert found["samples"] == [3, 3] and found["prompt_logprobs"] == [None, -2.0, -2.0]
+    assert found["samples"] == found["elsewhere"] == [3, 3]
+    assert found["prompt_logprobs"] == [None, -2.0, -2.0]
     assert {"weights/first", "sampler_weights/named"} <= set(found["checkpoints"])
     assert [command.seq for command in workers.commands if ":train:0" in command.model][:3] == [0, 1, 2]
 

@@ -9,6 +9,7 @@ It imports nothing of ours: the interpreter is one of an environment with the SD
 from __future__ import annotations
 
 import json
+import multiprocessing
 import sys
 import warnings
 from typing import Any
@@ -54,6 +55,13 @@ def sample(client: Any, found: dict[str, Any]) -> None:
     found["prompt_logprobs"] = client.compute_logprobs(prompt).result()
 
 
+def samples_of(client: Any) -> list[int]:
+    """Return the lengths of samples: what a process of a recipe's pool does with a copy of a client."""
+    found: dict[str, Any] = {}
+    sample(client, found)
+    return list(found["samples"])
+
+
 def main(base: str, rank: int = 4) -> None:
     found: dict[str, Any] = {"version": tinker.__version__}
     service = tinker.ServiceClient()
@@ -66,7 +74,12 @@ def main(base: str, rank: int = 4) -> None:
     named = client.save_weights_for_sampler("named").result().path
     found["named"] = named
     sample(service.create_sampling_client(model_path=named), found)
-    sample(client.save_weights_and_get_sampling_client(), found)
+    sampler = client.save_weights_and_get_sampling_client()
+    sample(sampler, found)
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        found["elsewhere"] = pool.apply(samples_of, (sampler,))
+    if hasattr(sampler, "get_sampler_handle"):  # since 0.38
+        sample(tinker.SamplingClient.from_sampler_handle(sampler.get_sampler_handle()), found)
     again = service.create_training_client_from_state(saved)
     found["again"] = (
         again.forward([datum([5, 6, 7, 8], weights=[1.0] * 3)], "cross_entropy").result().metrics["loss:sum"]
