@@ -81,7 +81,7 @@ TINKER_HINTS = {
     404: "docs/tinker.md lists the calls that are served; client.get_server_capabilities() lists the base models",
     409: "a number of this session or model was used for another request; open another session",
     413: "send fewer or shorter data in one request",
-    415: "send JSON, or application/x-protobuf for forward_backward; Content-Encoding may be zstd",
+    415: "send JSON, uncompressed; forward_backward takes application/x-protobuf and Content-Encoding: zstd too",
     422: "correct the request; docs/tinker.md says what is served",
 }
 """Hints there, where they differ."""

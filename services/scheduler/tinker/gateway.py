@@ -17,6 +17,7 @@ from opentinker.services.scheduler.tinker.endings import Endings
 from opentinker.services.scheduler.tinker.expiry import expire
 from opentinker.services.scheduler.tinker.futures import Futures
 from opentinker.services.scheduler.tinker.futures_api import HOLD_S, FuturesApi
+from opentinker.services.scheduler.tinker.large_bodies import Places
 from opentinker.services.scheduler.tinker.runs_api import RunsApi
 from opentinker.services.scheduler.tinker.sampling_api import SamplingApi
 from opentinker.services.scheduler.tinker.sessions_api import TinkerSessionsApi
@@ -30,11 +31,12 @@ class TinkerGateway:
         self._access, self._futures = access, Futures(ctx, access.store)
         commands = Commands(access)
         self._endings = Endings(access, commands)
+        bodies = Places()
         self.handlers: tuple[object, ...] = (
             TinkerSessionsApi(access, self._endings),
-            TrainingApi(access, commands, self._endings),
+            TrainingApi(access, commands, self._endings, bodies),
             FuturesApi(access, self._futures, HOLD_S),
-            SamplingApi(access),
+            SamplingApi(access, bodies),
             RunsApi(access),
             DownloadsApi(access),
             BillingApi(access),

@@ -21,15 +21,20 @@ from opentinker.services.scheduler.tinker.access import Access, base_of, context
 from opentinker.services.scheduler.tinker.bodies import (
     INT64,
     MIDDLE,
+    SMALL,
     FutureBody,
     ParamsBody,
     SampleBody,
     SamplerBody,
+    aside,
     finite,
+    parse_body,
     read_body,
+    read_raw,
     seq_of,
 )
 from opentinker.services.scheduler.tinker.commands import PUBLISH_S
+from opentinker.services.scheduler.tinker.large_bodies import Places, may_be_beyond
 from opentinker.shared.messaging.subjects import SAMPLE
 from opentinker.shared.openai.sampling import MAX_TEMPERATURE
 from opentinker.shared.security.authorization import Action
@@ -48,15 +53,15 @@ from opentinker.shared.types.tinker import (
 
 JSON = "application/json"
 MAX_SAMPLES, MAX_LIKELY, MAX_STOPS = 256, 20, 64
-MAX_TOKENS = 1 << 20
+MAX_TOKENS, PIECE = 1 << 20, 1 << 16
 ASSUMED_TOKENS = 4096
 """Tokens counted for a sample until it is drawn, also in the bytes of its answer, where neither `max_tokens` nor the
 server's job bounds it."""
 
 
 class SamplingApi:
-    def __init__(self, access: Access) -> None:
-        self._access, self._store, self._bus = access, access.store, access.ctx.bus
+    def __init__(self, access: Access, places: Places) -> None:
+        self._access, self._store, self._bus, self._places = access, access.store, access.ctx.bus, places
 
     @Route("POST", "/api/v1/create_sampling_session", Action.INFERENCE_USE, takes=JSON)
     async def create(self, request: web.Request) -> web.Response:
@@ -105,16 +110,18 @@ class SamplingApi:
     @Route("POST", "/api/v1/asample", Action.INFERENCE_USE, takes=JSON)
     async def sample(self, request: web.Request) -> web.Response:
         """Ask for samples (Tinker)."""
-        body = await read_body(request, SampleBody, MIDDLE)
-        if body.sampling_session_id is None:
-            raise SpecError.of("sampling_session_id", None, "is missing; make a sampling client first")
-        sampler = await self._access.sampler(request, body.sampling_session_id)
-        seq = seq_of("seq_id", body.seq_id, below=INT64)
+        async with self._places.of_tenant(request, is_large=may_be_beyond(request, SMALL)):
+            raw = await read_raw(request, MIDDLE)
+            async with self._places.parsing(is_large=len(raw) > SMALL):
+                asked, digest = await aside(len(raw), asked_of, raw, tenant_of(request))
+            return await self._promise(request, asked, digest)
+
+    async def _promise(self, request: web.Request, asked: SampleRequest, digest: str) -> web.Response:
+        sampler = await self._access.sampler(request, asked.request.rpartition("#")[0])
         await self._refuse_withdrawn(request, sampler)
         job = await self._access.server(sampler.job)
-        asked = sample_of(body, f"{sampler.id}#{seq}", tenant_of(request))
         _refuse_large(asked, context_of(job))
-        digest, prompt = hashlib.sha256(codec.encode(asked)).hexdigest()[:24], len(asked.prompt) // 4
+        prompt = len(asked.prompt) // 4
         most = _most_tokens(asked, context_of(job)) or ASSUMED_TOKENS
         with too_many("samples"):
             quota = self._access.quota(sampler.tenant, job)
@@ -160,6 +167,15 @@ class SamplingApi:
         return json_response({})
 
 
+def asked_of(raw: bytes, tenant: str) -> tuple[SampleRequest, str]:
+    """Return the request for samples in a body, still without weights, and its digest. Raises SpecError."""
+    body = parse_body(raw, SampleBody)
+    if body.sampling_session_id is None:
+        raise SpecError.of("sampling_session_id", None, "is missing; make a sampling client first")
+    asked = sample_of(body, f"{body.sampling_session_id}#{seq_of('seq_id', body.seq_id, below=INT64)}", tenant)
+    return asked, hashlib.sha256(codec.encode(asked)).hexdigest()[:24]
+
+
 def sample_of(body: SampleBody, request: str, tenant: str) -> SampleRequest:
     """Return the request for samples, still without weights. Raises SpecError."""
     prompt = _prompt(body)
@@ -184,7 +200,12 @@ def sample_of(body: SampleBody, request: str, tenant: str) -> SampleRequest:
 def _prompt(body: SampleBody) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     if any(chunk.type != "encoded_text" for chunk in body.prompt.chunks):
         raise SpecError.of("prompt", None, "must be chunks of token ids; images and audio are not served")
-    prompt = np.array([token for chunk in body.prompt.chunks for token in chunk.tokens], np.int64)
+    pieces = [  # numpy holds the interpreter for a whole list: other threads run between small ones
+        np.array(chunk.tokens[start : start + PIECE], np.int64)
+        for chunk in body.prompt.chunks
+        for start in range(0, len(chunk.tokens), PIECE)
+    ]
+    prompt = np.concatenate([np.zeros(0, np.int64), *pieces])
     if not 0 < prompt.size <= MAX_TOKENS:
         raise SpecError.of("prompt", None, f"has {prompt.size} tokens; it must have 1 to {MAX_TOKENS}")
     if prompt.min() < 0 or prompt.max() >= 2**31:

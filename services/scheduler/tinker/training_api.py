@@ -6,14 +6,12 @@ command becomes its answer: later commands of the model would wait for a number 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import hashlib
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, TypeVar
-from weakref import WeakValueDictionary
 
 import msgspec
 from aiohttp import web
@@ -21,11 +19,12 @@ from aiohttp import web
 from opentinker.services.scheduler.http.auth import tenant_of
 from opentinker.services.scheduler.http.errors import json_response
 from opentinker.services.scheduler.http.route_decorator import Route
-from opentinker.services.scheduler.tinker import bodies, training_data
+from opentinker.services.scheduler.tinker import training_data
 from opentinker.services.scheduler.tinker.access import Access, base_of, context_of, settings_of, shown_base
 from opentinker.services.scheduler.tinker.bodies import (
     INT64,
     LARGE,
+    MIDDLE,
     PROTOBUF,
     AdamBody,
     ForwardBody,
@@ -51,6 +50,7 @@ from opentinker.services.scheduler.tinker.bodies import (
 )
 from opentinker.services.scheduler.tinker.commands import Body, Commands, or_skip
 from opentinker.services.scheduler.tinker.endings import Endings
+from opentinker.services.scheduler.tinker.large_bodies import Places, may_be_beyond
 from opentinker.shared.security.authorization import Action
 from opentinker.shared.state.tinker.sessions import TooManyRecords
 from opentinker.shared.types.core import JobRecord
@@ -72,22 +72,14 @@ JSON = "application/json"
 LARGEST_SETTING = 1e6
 """Of an optimizer step; the trainer computes with float32."""
 FULL = LoraShape(rank=0)
-LARGE_OF_TENANT = 4
-"""A tenant's large bodies that are read, parsed and sent at the same time."""
-PARSED_AT_ONCE = 4
-"""Large bodies of all tenants that are parsed at the same time: a parsed one takes ten times its bytes."""
-
 
 G = TypeVar("G")
 Make = Callable[[G, TinkerModel, int], Awaitable[Body]]
 
 
 class TrainingApi:
-    def __init__(self, access: Access, commands: Commands, endings: Endings) -> None:
-        self._access, self._commands, self._endings = access, commands, endings
-        self._parsing = asyncio.Semaphore(PARSED_AT_ONCE)
-        self._large: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
-        """Places for large bodies by tenant."""
+    def __init__(self, access: Access, commands: Commands, endings: Endings, places: Places) -> None:
+        self._access, self._commands, self._endings, self._places = access, commands, endings, places
 
     # --- models -----------------------------------------------------------------------------------------------------
 
@@ -243,18 +235,13 @@ class TrainingApi:
         parse: Callable[[bytes], Awaitable[G | Refused]],
         make: Callable[[G], Body],
     ) -> web.Response:
-        """Read the data of a pass and send its command. A body that is large, or may be once it is decompressed, takes
-        one of its tenant's places before it is read: a client that stalls delays no other tenant."""
-        is_large = bodies.is_compressed(request) or (request.content_length or LARGE) > bodies.MIDDLE
-        async with self._places(tenant_of(request)) if is_large else contextlib.nullcontext():
+        """Read the data of a pass and send its command."""
+        async with self._places.of_tenant(request, is_large=may_be_beyond(request, MIDDLE)):
             raw = await read_raw(request, most)
-            async with self._parsing if len(raw) > bodies.MIDDLE else contextlib.nullcontext():
+            async with self._places.parsing(is_large=len(raw) > MIDDLE):
                 given: Any = await parse(raw)
                 body = await _body_of(given, lambda: aside(len(raw), make, given))
             return await self._send_body(request, given, body)
-
-    def _places(self, tenant: str) -> asyncio.Semaphore:
-        return self._large.setdefault(tenant, asyncio.Semaphore(LARGE_OF_TENANT))
 
     @Route("POST", "/api/v1/optim_step", Action.JOBS_WRITE, takes=JSON, frequent=True)
     async def optim_step(self, request: web.Request) -> web.Response:

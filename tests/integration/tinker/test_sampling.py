@@ -12,16 +12,31 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import orjson
 import pytest
+import zstandard
 
-from opentinker.services.scheduler.tinker import answers
+from opentinker.services.scheduler.tinker import answers, sampling_api
+from opentinker.services.scheduler.tinker.bodies import SMALL, SampleBody
+from opentinker.services.scheduler.tinker.large_bodies import LARGE_OF_TENANT
+from opentinker.services.scheduler.tinker.sampling_api import JSON, PIECE
 from opentinker.services.scheduler.tinker.schema import SampleResponse
 from opentinker.shared.messaging.subjects import SAMPLE
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.tinker.requests import LARGE_ANSWER, READ_KEPT_S
 from opentinker.shared.types import codec
 from opentinker.shared.types.core import JobState
-from opentinker.shared.types.tinker import Answer, Failed, Forwarded, Likely, Sampled, Sampler, SampleSequence, Stepped
+from opentinker.shared.types.tinker import (
+    Answer,
+    Failed,
+    Forwarded,
+    Likely,
+    Sampled,
+    Sampler,
+    SampleRequest,
+    SampleSequence,
+    Stepped,
+)
 from tests.conftest import until
 from tests.integration.tinker.site import BASE, Client, FakeWorkers, checkpoint_of, passes, start_server
 from tests.support.api import Http, new_key_of
@@ -128,6 +143,49 @@ async def test_what_ends_a_sample(
 async def test_a_request_that_cannot_be_served_is_refused(user: Client, change: dict[str, Any], said: str) -> None:
     status, answer = await user.post("asample", **asked(await sampler_of(user), **change))
     assert status == 422 and said in answer["detail"], answer
+
+
+async def test_large_prompts_of_a_tenant_wait_for_its_places(
+    user: Client, workers: FakeWorkers, api: Http, ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are parsed before the tenant's bounds are known, and take ten times their bytes."""
+    blue, end = Client(api, await new_key_of(ctx.store, "blue")), threading.Event()
+    parse, begun = sampling_api.sample_of, list[bool]()
+
+    def held(body: SampleBody, *of: str) -> SampleRequest:
+        if len(body.prompt.chunks[0].tokens) > 10:
+            begun.append(threading.current_thread() is threading.main_thread())
+            end.wait(60.0)
+        return parse(body, *of)
+
+    monkeypatch.setattr(sampling_api, "sample_of", held)
+    large = asked("s-00000000000000000000:sampler:1", prompt={"chunks": [{"tokens": [1] * SMALL}]})
+    sampler = await sampler_of(user)
+    async with asyncio.TaskGroup() as tasks:
+        sent = [tasks.create_task(blue.post("asample", **large)) for _ in range(3 * LARGE_OF_TENANT)]
+        try:
+            await until(lambda: len(begun) >= LARGE_OF_TENANT)
+            async with asyncio.timeout(20.0):
+                await user.result(await user.ok("asample", **asked(sampler)))
+            assert begun == [False] * LARGE_OF_TENANT
+        finally:
+            end.set()
+    assert {task.result()[0] for task in sent} == {404} and len(begun) == len(sent)
+
+
+async def test_a_long_prompt_is_sent_as_it_is(user: Client, workers: FakeWorkers) -> None:
+    tokens = np.arange(PIECE + 3, dtype="<i4")
+    chunks = [{"tokens": part.tolist()} for part in (tokens, tokens[:2], tokens[:0])]
+    await user.result(await user.ok("asample", **asked(await sampler_of(user), prompt={"chunks": chunks})))
+    assert workers.samples[0].prompt == tokens.tobytes() + tokens[:2].tobytes()
+
+
+async def test_compressed_prompts_are_not_taken(user: Client) -> None:
+    """200 bytes may be a million tokens; the SDK compresses passes alone."""
+    body = zstandard.ZstdCompressor().compress(orjson.dumps(asked(await sampler_of(user))))
+    for route in ("asample", "telemetry", "optim_step"):
+        status, answer = await user.raw(route, body, **{"Content-Type": JSON, "Content-Encoding": "zstd"})
+        assert status == 415 and "zstd" in answer["detail"], answer
 
 
 async def test_a_prompt_beyond_the_known_context_is_refused_at_once(user: Client, ctx: Context) -> None:

@@ -15,8 +15,8 @@ import pytest
 import zstandard
 
 from opentinker.services.scheduler.tinker import bodies
+from opentinker.services.scheduler.tinker.large_bodies import LARGE_OF_TENANT
 from opentinker.services.scheduler.tinker.schema import ForwardBackwardOutput
-from opentinker.services.scheduler.tinker.training_api import LARGE_OF_TENANT
 from opentinker.shared.messaging.bus import Bus, StreamFull
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.types.tinker import (
