@@ -16,7 +16,7 @@ from opentinker.shared.asyncio_tools import sleep, wait_event
 from opentinker.shared.messaging.subjects import ANSWERED
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.tinker.store import TinkerStore
-from opentinker.shared.types.tinker import Answer, Answered
+from opentinker.shared.types.tinker import Answered
 
 log = structlog.get_logger()
 
@@ -39,15 +39,15 @@ class Futures:
             if not self._ctx.bus.nc.is_closed:
                 await subscription.unsubscribe()
 
-    async def answer(self, request: str, within_s: float) -> Answer | None:
-        """Return the answer to a request; None if it has none within this time."""
+    async def size(self, request: str, within_s: float) -> int:
+        """Return the bytes of the answer to a request, as it is stored; 0 if it has none within this time."""
         came = asyncio.Event()
         self._waiting[request].add(came)
         try:
-            if (found := await self._store.answered(request)) is not None or within_s <= 0:
+            if (found := await self._store.answer_size(request)) or within_s <= 0:
                 return found
             await wait_event(came, within_s)
-            return await self._store.answered(request)
+            return await self._store.answer_size(request)
         finally:
             self._waiting[request].discard(came)
             if not self._waiting[request]:

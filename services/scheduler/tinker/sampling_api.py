@@ -128,7 +128,7 @@ class SamplingApi:
             noted = await self._store.ask_sample(
                 asked.request, digest, quota, prompt=prompt, drawn=asked.count * most, answer=most_bytes(asked, most)
             )
-        if noted.state != "known" or await self._store.answered(asked.request) is None:
+        if noted.state != "known" or not await self._store.answer_size(asked.request):
             # one that was lost needs another id: under the first one the stream takes it for a repetition
             await self._publish(asked, sampler, f"{asked.request}@{noted.lost}" if noted.lost else asked.request)
             await self._store.sent(asked.request, sampler.job, sampler.tenant)

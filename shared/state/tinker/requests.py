@@ -162,7 +162,7 @@ class TinkerRequests(HeldBytes):
         tenant have no answer on this server or MAX_HELD_BYTES are kept for it, TokensSpent if the limit is reached."""
         most = answer if answer > LARGE_ANSWER else 0
         asked = await self._note_sample(request, digest, quota, prompt, drawn, most, again=False)
-        if asked.state == "new":
+        if asked.state == "new" or await self.answer_size(request) > SMALL_RESULT:  # samples: it was not lost
             return asked
         known = await self.answered(request)
         if known is None or not isinstance(known.result, Failed) or not known.result.lost:
@@ -258,6 +258,10 @@ class TinkerRequests(HeldBytes):
             keys=[key, draw, _waiting(job, tenant), then.key, then.reserved, now.key, *HELD_KEYS],
             args=[text, ANSWER_KEPT_S, answer.request, reserves, change, int(not cancelled), held, tenant, expires],
         ))  # fmt: skip
+
+    async def answer_size(self, request: str) -> int:
+        """Return the bytes of a request's answer as it is stored; 0 if it has none."""
+        return int(await self._redis.strlen(_answer_key(request)))
 
     async def answered(self, request: str) -> Answer | None:
         return await self._read(Answer, _answer_key(request))
