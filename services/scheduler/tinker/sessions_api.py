@@ -57,6 +57,8 @@ DYNAMIC_FLAGS: dict[str, Any] = {"refresh_interval_sec": 300, "sample_cancel_ena
 UNEMBED = "Adapters leave the output layer as it is (train_unembed); they train attention and MLP layers."
 OLDEST_SDK = (0, 13)
 FINISHED = {"success", "errored", "interrupted"}
+DETAIL = 2000
+"""Characters of the explanation of how a session ended."""
 
 SEARCHED, SEARCHED_AT_ONCE = 2000, 200
 """Sessions that one search looks at, and that are read at a time; then the client asks for more with the cursor."""
@@ -150,7 +152,7 @@ class TinkerSessionsApi:
         body = await read_body(request, FinishBody)
         if body.reason.get("type") not in FINISHED:
             raise SpecError.of("reason.type", None, f"must be one of {', '.join(sorted(FINISHED))}")
-        how = {"type": body.reason["type"], "detail": text_of("detail", body.detail, 2000)}
+        how = {"type": body.reason["type"], "detail": _detail(body.detail or "")}
         await self._store.finish(session.id, msgspec.json.encode(how).decode())
         return json_response({})
 
@@ -225,6 +227,13 @@ class TinkerSessionsApi:
             "user_metadata": session.metadata or None,
             "checkpoint_storage_bytes": sum(one.size for one in saved),
         }
+
+
+def _detail(text: str) -> str:
+    """Return a client's explanation, such as a traceback, within DETAIL characters: its beginning and its end, without
+    what cannot be shown."""
+    shown = "".join(one if one.isprintable() or one in "\n\t" else " " for one in text)
+    return shown if len(shown) <= DETAIL else f"{shown[: DETAIL // 2 - 1]}…{shown[-DETAIL // 2 :]}"
 
 
 def _sdk_version(text: str) -> str:

@@ -136,9 +136,9 @@ class TinkerSessions(TinkerRequests):
         return bool(await self._beat(keys=keys, args=[id, time.time(), BEAT_S]))
 
     async def finish(self, id: str, how: str) -> None:
-        """Note how the client of a session ended, as JSON."""
+        """Note how the client of a session ended, as JSON; the first report stands."""
         async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.set(f"tinker:finished:{id}", how)
+            pipe.set(f"tinker:finished:{id}", how, nx=True)
             pipe.delete(f"tinker:beat:{id}")
             pipe.zadd("tinker:beats", {id: time.time() - LEFT_S}, xx=True)
             await pipe.execute()

@@ -228,6 +228,20 @@ async def test_a_session_from_its_opening_to_its_end(user: Client, workers: Fake
     assert (await user.ok("sessions/search", display_name="other"))["sessions"] == []
 
 
+async def test_how_a_session_ended_is_what_its_client_said_first(user: Client) -> None:
+    session, traceback = await user.session(), 'Traceback:\n\tFile "x.py"\nValueError: \x1b[31m'
+    for number, detail in enumerate((traceback, "again")):
+        reason = {"type": ("errored", "success")[number]}
+        await user.ok(f"sessions/{session}/finish", reason=reason, detail=detail)
+        (one,) = (await user.ok("sessions/search", session_id=session))["sessions"]
+        assert one["status"]["reason"] == {"type": "errored"}
+        assert one["status"]["detail"] == traceback.replace("\x1b", " ")
+    long = await user.session()
+    await user.ok(f"sessions/{long}/finish", reason={"type": "errored"}, detail="a" * 3000 + "b" * 3000)
+    (one,) = (await user.ok("sessions/search", session_id=long))["sessions"]
+    assert one["status"]["detail"] == "a" * 999 + "…" + "b" * 1000
+
+
 async def test_a_repeated_opening_is_one_session(user: Client, api: Http) -> None:
     headers = {**user.headers, "X-Idempotency-Key": "k"}
     ids = {
