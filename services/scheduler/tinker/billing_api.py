@@ -14,7 +14,7 @@ from opentinker.services.scheduler.http.auth import tenant_of
 from opentinker.services.scheduler.http.errors import json_response
 from opentinker.services.scheduler.http.route_decorator import Parameter, Route
 from opentinker.services.scheduler.tinker.access import Access, shown_base
-from opentinker.services.scheduler.tinker.sessions_api import when
+from opentinker.services.scheduler.tinker.sessions_api import PROJECT, refuse_project, when
 from opentinker.shared.security.authorization import Action
 from opentinker.shared.state.tinker.billing import HOUR_S, Spent, TinkerSpent
 from opentinker.shared.types.errors import SpecError
@@ -25,7 +25,6 @@ MAX_ENTRIES = 20_000
 GIGABYTE = 10**9
 FIRST = Parameter("starting_on", "First hour, such as 2026-11-29T09:00:00Z.")
 END = Parameter("ending_before", "Hour after the last one; at most 14 days later.")
-PROJECT = Parameter("project_id", "Refused: there are no projects.")
 
 
 class BillingApi:
@@ -52,8 +51,7 @@ class BillingApi:
     @Route("GET", "/api/v1/billing/usage/checkpoints/current", Action.JOBS_READ, parameters=(PROJECT,))
     async def checkpoints(self, request: web.Request) -> web.Response:
         """Get the number and bytes of the tenant's checkpoints (Tinker)."""
-        if PROJECT.name in request.query:
-            raise SpecError.of(PROJECT.name, request.query[PROJECT.name][:100], "is not served: leave it out")
+        refuse_project(request)
         tenant = tenant_of(request)
         size, (_, count) = await self._store.stored_bytes(tenant), await self._store.checkpoint_paths(tenant, 0, 1)
         all_ = {"checkpoint_count": count, "size_bytes": size, "size_gigabytes": size / GIGABYTE}

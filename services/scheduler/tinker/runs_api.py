@@ -12,7 +12,7 @@ from opentinker.services.scheduler.http.errors import json_response
 from opentinker.services.scheduler.http.route_decorator import Route
 from opentinker.services.scheduler.tinker.access import Access, shown_base
 from opentinker.services.scheduler.tinker.bodies import PathBody, TtlBody, read_body, ttl_of
-from opentinker.services.scheduler.tinker.sessions_api import LIMIT, OFFSET, SCOPE, when
+from opentinker.services.scheduler.tinker.sessions_api import LIMIT, OFFSET, PROJECT, SCOPE, refuse_project, when
 from opentinker.shared.security.authorization import Action
 from opentinker.shared.types.errors import NotFound
 from opentinker.shared.types.tinker import TinkerCheckpoint, TinkerModel
@@ -26,9 +26,10 @@ class RunsApi:
     def __init__(self, access: Access) -> None:
         self._access, self._store = access, access.store
 
-    @Route("GET", "/api/v1/training_runs", Action.JOBS_READ, parameters=(LIMIT, OFFSET, SCOPE))
+    @Route("GET", "/api/v1/training_runs", Action.JOBS_READ, parameters=(LIMIT, OFFSET, SCOPE, PROJECT))
     async def runs(self, request: web.Request) -> web.Response:
         """List the tenant's models, the newest first (Tinker)."""
+        refuse_project(request)
         offset, limit = OFFSET.read(request), LIMIT.read(request)
         page, total = await self._store.models(tenant_of(request), offset, limit)
         cursor = {"offset": offset, "limit": limit, "total_count": total}

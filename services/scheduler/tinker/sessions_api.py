@@ -65,6 +65,7 @@ SEARCHED, SEARCHED_AT_ONCE = 2000, 200
 LIMIT = Integer("limit", "Entries of the answer.", default=20, low=1, high=1000)
 OFFSET = Integer("offset", "Entries that are left out, the newest.", default=0, low=0, high=10**9)
 SCOPE = Parameter("access_scope", "Ignored: what the key's tenant owns is listed.")
+PROJECT = Parameter("project_id", "Refused: models and checkpoints have no projects.")
 
 
 class TinkerSessionsApi:
@@ -227,6 +228,12 @@ class TinkerSessionsApi:
             "user_metadata": session.metadata or None,
             "checkpoint_storage_bytes": sum(one.size for one in saved),
         }
+
+
+def refuse_project(request: web.Request) -> None:
+    """Raises SpecError for a request that would list what is of one project alone."""
+    if PROJECT.name in request.query:
+        raise SpecError.of(PROJECT.name, request.query[PROJECT.name][:100], "is not served: leave it out")
 
 
 def _detail(text: str) -> str:

@@ -38,6 +38,8 @@ async def test_lists_come_in_pages(user: Client, workers: FakeWorkers, ctx: Cont
         assert one["tinker_path"] == f"tinker://{models[offset]}/weights/first"
     ids = await sessions_of(workers, 5)
     assert (await user.get("sessions?limit=2&offset=2"))[1]["sessions"] == ids[1:3]
+    status, refused = await user.get("training_runs?project_id=p")
+    assert status == 422 and "project_id" in refused["detail"], "all runs would look like the project's"
     for wrong in ("limit=0", "limit=1001", "offset=-1", "limit=x"):
         for path in ("sessions", "training_runs", "checkpoints"):
             assert (await user.get(f"{path}?{wrong}"))[0] == 422
