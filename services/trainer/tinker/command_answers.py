@@ -1,15 +1,19 @@
-"""Answers of commands that are not carried out, or not again."""
+"""Results of commands: of the bank, and of those that are not carried out, or not again."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import asyncio
+from collections.abc import Awaitable, Iterable
+from typing import TypeVar
 
 import structlog
+from redis.exceptions import RedisError
 
-from opentinker.services.trainer.bank.limits import Refused
+from opentinker.services.trainer.bank.limits import BankEnded, Refused
 from opentinker.services.trainer.learners.base import is_out_of_memory
+from opentinker.shared.asyncio_tools import check_cancelled
 from opentinker.shared.types.error_text import first_line
-from opentinker.shared.types.errors import Conflict, NotFound
+from opentinker.shared.types.errors import Conflict, Fenced, NotFound
 from opentinker.shared.types.tinker import (
     Answer,
     Command,
@@ -24,6 +28,36 @@ from opentinker.shared.types.tinker import (
 )
 
 log = structlog.get_logger()
+T = TypeVar("T")
+
+UNANSWERED = (Fenced, RedisError, BankEnded)
+"""End the lease: the next trainer carries out the command."""
+
+
+async def of_bank(work: Awaitable[T]) -> T:
+    """Await what waits for the bank. Raises BankEnded where it has cancelled its commands."""
+    try:
+        return await work
+    except asyncio.CancelledError:
+        check_cancelled()
+        raise BankEnded("the adapter bank of this trainer has ended") from None
+
+
+async def result_of(work: Awaitable[Result], model: str, seq: int) -> Result:
+    """Await the result of a command; an error is one, too. Raises UNANSWERED."""
+    try:
+        return await of_bank(work)
+    except UNANSWERED:
+        raise
+    except Exception as error:  # noqa: BLE001 - the command is answered with it; the others are not affected
+        return failure(error, model, seq)
+
+
+def ready(result: Result) -> asyncio.Future[Result]:
+    """Return what has this result already."""
+    found: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+    found.set_result(result)
+    return found
 
 
 def needs_no_repetition(command: Command, known: Answer) -> bool:

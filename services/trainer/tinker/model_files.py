@@ -37,6 +37,7 @@ from opentinker.services.trainer.bank.limits import Refused
 from opentinker.shared.data.safetensors_header import difference
 from opentinker.shared.durable_files import make_directories, replace_durably, sync_directory, sync_tree
 from opentinker.shared.types.error_text import first_line
+from opentinker.shared.types.errors import JobFailed
 from opentinker.shared.types.manifest import ADAPTER
 from opentinker.shared.types.tinker import LoraShape
 
@@ -63,16 +64,27 @@ class ModelEnd(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_state(root: Path, epoch: int, name: str) -> tuple[Adapter, ModelNotes] | ModelEnd | None:
     """Return the model's state as an adapter of this name; None if it was never stored. Trainers of lower epochs can
-    store none from now on. Raises Fenced, Refused for a damaged file, JobFailed."""
-    checkpoint.fence(root, epoch)
+    store none from now on. Raises Fenced, Refused for a damaged file, OSError if the disk fails."""
+    try:
+        checkpoint.fence(root, epoch)
+        return _read_state(root, name)
+    except (JobFailed, Refused) as error:
+        if isinstance(error.__cause__, OSError):
+            raise error.__cause__ from None
+        raise
+
+
+def _read_state(root: Path, name: str) -> tuple[Adapter, ModelNotes] | ModelEnd | None:
     try:
         return msgspec.json.decode((root / ENDED).read_bytes(), type=ModelEnd)
     except FileNotFoundError:
         pass
     try:
-        notes = msgspec.json.decode(adapter_files.notes_of(root / STATE)[NOTES], type=ModelNotes)
+        (root / STATE).open("rb").close()  # safetensors takes a file that cannot be opened for a missing one
     except FileNotFoundError:
         return None
+    try:
+        notes = msgspec.json.decode(adapter_files.notes_of(root / STATE)[NOTES], type=ModelNotes)
     except (KeyError, msgspec.MsgspecError) as error:
         raise Refused(f"{root / STATE} cannot be read: {first_line(error)}") from error
     return adapter_files.restore(name, root / STATE), notes

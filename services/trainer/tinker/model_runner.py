@@ -13,25 +13,30 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import TypeVar
 
 import structlog
-from redis.exceptions import RedisError
 
-from opentinker.services.trainer.bank.limits import BankEnded, Refused
+from opentinker.services.trainer.bank.limits import Refused
 from opentinker.services.trainer.tinker import model_files
-from opentinker.services.trainer.tinker.command_answers import failure, late_answer, needs_no_repetition
+from opentinker.services.trainer.tinker.command_answers import (
+    UNANSWERED,
+    failure,
+    late_answer,
+    needs_no_repetition,
+    of_bank,
+    ready,
+    result_of,
+)
 from opentinker.services.trainer.tinker.command_intake import Arrived, CommandIntake
 from opentinker.services.trainer.tinker.model_commands import ModelCommands
 from opentinker.services.trainer.tinker.model_files import ModelEnd
 from opentinker.services.trainer.tinker.tinker_lease import TinkerLease
 from opentinker.shared.asyncio_tools import cancel_and_wait, check_cancelled, forward_exception, wait_event
 from opentinker.shared.types.error_text import first_line
-from opentinker.shared.types.errors import Conflict, Fenced, JobFailed, NotFound
+from opentinker.shared.types.errors import Conflict, NotFound
 from opentinker.shared.types.tinker import Command, Create, Failed, Load, Loaded, Result, Save, Skip, Unload
 
 log = structlog.get_logger()
-T = TypeVar("T")
 
 IN_FLIGHT = 8
 """Commands of a model that the bank has at a time: enough for it never to wait for the next."""
@@ -43,8 +48,8 @@ STORE_BYTES = 256 * 2**20
 """Bytes of commands since the stored state after which the next one is due."""
 RESIDENT_S = 3600.0
 """Time without commands after which a model leaves the memory."""
-UNANSWERED = (Fenced, RedisError, BankEnded)
-"""End the lease: the next trainer carries out the command."""
+RETRY_S = 2.0
+"""First pause before a model whose disk or memory has failed tries again."""
 GAP_S = 600.0
 """Time after which commands are given up whose predecessor has not come: its client has gone."""
 GAPS_KEPT = 64
@@ -96,7 +101,7 @@ class ModelRunner:
     async def run(self) -> None:
         """Consumes the model's commands in their order; waits for commands, woken by `offer`. Ends when the model has
         left the memory. Raises Fenced, JobFailed, RedisError, BankEnded."""
-        await _of_bank(self._run())
+        await of_bank(self._run())
 
     async def _run(self) -> None:
         await self._restore()
@@ -112,6 +117,14 @@ class ModelRunner:
                 return
 
     async def _restore(self) -> None:
+        """Bring the model back as it was stored. A damaged state ends it. An error of the disk does not: the commands
+        stay where they are until it has come back."""
+        pause_s = RETRY_S
+        while (problem := await self._try_restore()) is not None:
+            pause_s = await self._shared.pause(self.model, problem, pause_s)
+        self._shared.stuck.discard(self.model)
+
+    async def _try_restore(self) -> OSError | None:
         try:
             async with self._shared.one_copy():
                 found = await asyncio.to_thread(
@@ -124,9 +137,12 @@ class ModelRunner:
                     await self._commands.restore(adapter, notes)
                     self._sent = self._stored = notes.seq
                     log.info("model_restored", model=self.model, seq=notes.seq, step=adapter.steps)
-        except (Refused, Conflict, JobFailed, OSError) as error:
+        except OSError as error:
+            return error
+        except (Refused, Conflict) as error:
             log.error("model_not_restored", model=self.model, error=str(error))
             self._ended = Failed(error=f"model {self.model} cannot be read: {first_line(error)}", category="server")
+        return None
 
     # --- commands in order --------------------------------------------------------------------------------------
 
@@ -141,7 +157,7 @@ class ModelRunner:
         if alone or arrived.seq == 0:
             await self._settle()
         if command is not None and known is not None and needs_no_repetition(command, known):
-            work: Awaitable[Result] = _of(known.result)
+            work: Awaitable[Result] = ready(known.result)
         else:
             work = await self._begin(command, arrived, repeated=known is not None)
         self._sent, self._used_at = arrived.seq, time.monotonic()
@@ -163,18 +179,18 @@ class ModelRunner:
     async def _begin(self, command: Command | None, arrived: Arrived, *, repeated: bool) -> Awaitable[Result]:
         try:
             if command is None:
-                return _of(await self._refuse_unreadable())
+                return ready(await self._refuse_unreadable())
             if arrived.seq == 0 or isinstance(command.body, Create | Load | Unload):
-                return _of(await self._carry_out(command))
+                return ready(await self._carry_out(command))
             begin = partial(self._commands.begin, command, arrived_at=arrived.at, repeated=repeated)
             if not (isinstance(command.body, Save) and self._shared.spec.tinker.full_weights):
                 return await begin()
             async with self._shared.one_copy():  # to its end: each that waits for the files would hold a copy
-                return _of(await _of_bank(await begin()))
+                return ready(await of_bank(await begin()))
         except UNANSWERED:
             raise
         except Exception as error:  # noqa: BLE001 - the command is answered with it; the others are not affected
-            return _of(failure(error, self.model, arrived.seq))
+            return ready(failure(error, self.model, arrived.seq))
 
     async def _refuse_unreadable(self) -> Failed:
         if self._sent < 0:
@@ -225,12 +241,7 @@ class ModelRunner:
     async def _finish(self, seq: int, request: str, work: Awaitable[Result], *, is_known: bool) -> None:
         """Answer a command once it has its result."""
         try:
-            try:
-                result = await _of_bank(work)
-            except UNANSWERED:
-                raise
-            except Exception as error:  # noqa: BLE001 - likewise
-                result = failure(error, self.model, seq)
+            result = await result_of(work, self.model, seq)
             if not is_known:
                 await self._shared.answer(request, result, self._commands.tenant)
             self._owed.discard(seq)
@@ -305,7 +316,7 @@ class ModelRunner:
             began, seq, counted = time.monotonic(), self._sent, self._bytes
             try:
                 reading, notes = self._commands.read(seq)
-                adapter = await _of_bank(reading)
+                adapter = await of_bank(reading)
             except NotFound:  # it was not created, or has left
                 return
             earlier = [task for number, task in self._tasks.items() if number <= seq]
@@ -366,19 +377,3 @@ class ModelRunner:
     def unanswered(self) -> list[str]:
         """Requests that have no answer, after `close`."""
         return [f"{self.model}#{seq}" for seq in sorted({*self._pending, *self._owed})]
-
-
-async def _of_bank(work: Awaitable[T]) -> T:
-    """Await what waits for the bank. Raises BankEnded where it has cancelled its commands."""
-    try:
-        return await work
-    except asyncio.CancelledError:
-        check_cancelled()
-        raise BankEnded("the adapter bank of this trainer has ended") from None
-
-
-def _of(result: Result) -> asyncio.Future[Result]:
-    """Return what has this result already."""
-    found: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
-    found.set_result(result)
-    return found

@@ -117,7 +117,7 @@ class TinkerJob:
 
     async def _report(self) -> None:
         await self._curves.report()
-        self.worker.tell({"base": self._base, "queue": self._shared.bank.queue_reason})
+        self.worker.tell({"base": self._base, "queue": self._shared.queue_reason})
         if self._first_step + self._curves.steps != self._shown_step:
             await self._show()
 

@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
+import structlog
+
 from opentinker.services.trainer.tinker.model_curves import ModelCurves
+from opentinker.shared.asyncio_tools import sleep
 from opentinker.shared.messaging.subjects import ANSWERED
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec
@@ -21,6 +24,10 @@ from opentinker.shared.types.tinker import Answer, Answered, Forwarded, Result, 
 
 if TYPE_CHECKING:
     from opentinker.services.trainer.bank.bank_loop import BankLoop
+
+log = structlog.get_logger()
+
+PAUSE_MOST_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -33,10 +40,25 @@ class TinkerLease:
     curves: ModelCurves
     spent: Counter[str]
     """Costs of the lease, see usage.py."""
+    stuck: set[str] = field(default_factory=set)
+    """Models that cannot go on until the disk or the memory of this machine lets them."""
     _preparations: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
 
     def place(self, model: str) -> Path:
         return tinker_place(self.ctx.settings.data_dir, model)
+
+    @property
+    def queue_reason(self) -> str:
+        """Say what commands wait for."""
+        stuck = f", {len(self.stuck)} waiting for disk or memory of the trainer" if self.stuck else ""
+        return self.bank.queue_reason + stuck
+
+    async def pause(self, model: str, problem: object, pause_s: float) -> float:
+        """Wait before another try of a model, which is then among `stuck`. Returns how long to wait before the next."""
+        log.error("model_waits", model=model, error=str(problem), seconds=pause_s)
+        self.stuck.add(model)
+        await sleep(pause_s)
+        return min(2 * pause_s, PAUSE_MOST_S)
 
     def one_copy(self) -> contextlib.AbstractAsyncContextManager[Any]:
         """Hold this while holding a copy of a model: of those that train all weights there is memory for one."""

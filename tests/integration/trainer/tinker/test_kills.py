@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from opentinker.services.trainer import checkpoint
 from opentinker.services.trainer.bank import adapter_files
 from opentinker.services.trainer.bank.base_model import BaseModel
 from opentinker.services.trainer.tinker import model_files, model_runner
@@ -137,6 +138,60 @@ async def test_a_disk_that_refuses_the_state_costs_nothing_but_repetitions(
     await server.start()
     assert (await client.call(STEP)).metrics["steps"] == 4.0
     await client.call(Unload())
+
+
+async def test_a_disk_that_fails_when_a_model_comes_back_delays_its_commands(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_runner, "RETRY_S", 0.05)
+    client = Client(server, MODEL)
+    await client.create()
+    for body in (forward_backward(0), STEP, forward_backward(1)):
+        await client.call(body)
+    weights, gradient = [(await server.adapter(MODEL, name)).clone() for name in ("weights", "gradient")]
+    await server.kill()
+
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as context:
+        context.setattr(checkpoint, "replace_durably", refuse)
+        await server.start()
+        sent = await client.send(forward_backward(2, backward=False))
+
+        async def told() -> object:
+            await server.job._report()
+            return server.worker.info.detail.get("queue")
+
+        await until(told, lambda queue: "1 waiting for disk" in str(queue))
+        await server.job._purge()
+        assert await server.ctx.bus.count("COMMANDS", COMMAND.at(job=JOB)) >= 4
+        assert await server.records.answered(sent) is None
+    assert isinstance(await client.result(sent), Forwarded)
+    assert server.job._shared.stuck == set()
+    for name, vector in (("weights", weights), ("gradient", gradient)):
+        assert torch.equal(await server.adapter(MODEL, name), vector), name
+    assert (await client.call(STEP)).metrics["steps"] == 2.0
+
+
+async def test_a_state_that_cannot_be_opened_is_waited_for(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_runner, "RETRY_S", 0.05)
+    client = Client(server, MODEL)
+    await client.create()
+    await client.call(STEP)
+    await server.stop()
+    state = server.state(MODEL) / model_files.STATE
+    state.rename(state.with_suffix(".aside"))
+    state.symlink_to(state)  # opening it fails, and safetensors calls that missing
+    await server.start()
+    sent = await client.send(STEP)
+    await until(lambda: _is_stuck(server))
+    state.with_suffix(".aside").rename(state)
+    assert (await client.result(sent)).metrics["steps"] == 2.0
+
+
+async def _is_stuck(server: Server) -> bool:
+    return server.job._shared.stuck == {MODEL}
 
 
 async def test_a_damaged_state_is_said_and_other_models_go_on(server: Server) -> None:
