@@ -72,7 +72,7 @@ def needs_no_repetition(command: Command, known: Answer) -> bool:
 
 
 def failure(error: Exception, model: str, seq: int) -> Failed:
-    if isinstance(error, Refused | NotFound | Conflict):
+    if isinstance(error, Refused | NotFound | Conflict) and not isinstance(error.__cause__, OSError):
         return Failed(error=str(error))
     log.error("command_failed", model=model, seq=seq, exc_info=error)
     if is_out_of_memory(error):

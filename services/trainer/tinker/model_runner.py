@@ -158,8 +158,10 @@ class ModelRunner:
             await self._settle()
         if command is not None and known is not None and needs_no_repetition(command, known):
             work: Awaitable[Result] = ready(known.result)
+        elif known is not None:
+            work = ready(await self._repeat(command, arrived, known.result))
         else:
-            work = await self._begin(command, arrived, repeated=known is not None)
+            work = await self._begin(command, arrived, repeated=False)
         self._sent, self._used_at = arrived.seq, time.monotonic()
         if alone and self._ended is None:  # what it came from may be gone later
             self._unanswered.add(arrived.seq)
@@ -176,12 +178,35 @@ class ModelRunner:
         task.add_done_callback(finished)
         self._store_if_due()
 
+    async def _repeat(self, command: Command | None, arrived: Arrived, known: Result) -> Result:
+        """Carry out a command that an earlier trainer has answered. A client that was told of success finds the model
+        as if nothing had happened: an error of the machine is waited out, and a refusal ends the model."""
+        pause_s, passes = RETRY_S, self._commands.passes
+        while True:
+            result = await result_of(await self._begin(command, arrived, repeated=True), self.model, arrived.seq)
+            if not isinstance(result, Failed) or isinstance(known, Failed):
+                break
+            problem: object = result.error
+            if result.category == "user":
+                try:
+                    await self._end(
+                        f"model {self.model} has ended: its request {arrived.seq}, which had been carried out, had to "
+                        f"be repeated, and cannot be any more: {result.error} (a checkpoint begins another model)"
+                    )
+                    break
+                except OSError as error:
+                    problem = error
+            self._commands.passes = passes
+            pause_s = await self._shared.pause(self.model, problem, pause_s)
+        self._shared.stuck.discard(self.model)
+        return result
+
     async def _begin(self, command: Command | None, arrived: Arrived, *, repeated: bool) -> Awaitable[Result]:
         try:
             if command is None:
-                return ready(await self._refuse_unreadable())
+                return ready(await self._refuse_unreadable(repeated=repeated))
             if arrived.seq == 0 or isinstance(command.body, Create | Load | Unload):
-                return ready(await self._carry_out(command))
+                return ready(await self._carry_out(command, repeated=repeated))
             begin = partial(self._commands.begin, command, arrived_at=arrived.at, repeated=repeated)
             if not (isinstance(command.body, Save) and self._shared.spec.tinker.full_weights):
                 return await begin()
@@ -192,12 +217,12 @@ class ModelRunner:
         except Exception as error:  # noqa: BLE001 - the command is answered with it; the others are not affected
             return ready(failure(error, self.model, arrived.seq))
 
-    async def _refuse_unreadable(self) -> Failed:
-        if self._sent < 0:
+    async def _refuse_unreadable(self, *, repeated: bool) -> Failed:
+        if self._sent < 0 and not repeated:
             await self._end(f"model {self.model} was not created: its first request cannot be read")
         return Failed(error="the request cannot be read; send it with another client", category="server")
 
-    async def _carry_out(self, command: Command) -> Result:
+    async def _carry_out(self, command: Command, *, repeated: bool) -> Result:
         """Carry out a command that the model does alone. Raises Refused and so on."""
         body = command.body
         if self._sent >= 0 and command.tenant != self._commands.tenant:
@@ -217,7 +242,7 @@ class ModelRunner:
         except UNANSWERED:
             raise
         except Exception as error:
-            if self._sent < 0:
+            if self._sent < 0 and not repeated:
                 await self._shared.records.not_live(command.tenant, [self.model])
                 await self._end(f"model {self.model} was not created: {first_line(error)}")
             raise

@@ -4,6 +4,7 @@ answer."""
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from opentinker.services.trainer import checkpoint
 from opentinker.services.trainer.bank import adapter_files
+from opentinker.services.trainer.bank.adapter_bank import AdapterBank
 from opentinker.services.trainer.bank.base_model import BaseModel
 from opentinker.services.trainer.tinker import model_files, model_runner
 from opentinker.shared.messaging.bus import Bus
@@ -21,6 +23,7 @@ from opentinker.shared.state.store import Store
 from opentinker.shared.state.tinker.billing import HOUR_S, TinkerSpent
 from opentinker.shared.types.tinker import Forwarded, Load, Save, Unload, tinker_place
 from tests.conftest import until
+from tests.integration.trainer.tinker import conftest
 from tests.integration.trainer.tinker.conftest import JOB, STEP, Client, Server, forward_backward, fresh_server
 
 MODEL = "s:train:0"
@@ -188,6 +191,60 @@ async def test_a_state_that_cannot_be_opened_is_waited_for(server: Server, monke
     await until(lambda: _is_stuck(server))
     state.with_suffix(".aside").rename(state)
     assert (await client.result(sent)).metrics["steps"] == 2.0
+
+
+async def test_a_repetition_that_is_refused_ends_the_model_and_says_so(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = Client(server, MODEL)
+    await client.create()
+    first = await client.call(forward_backward(0))
+    stepped = await client.call(STEP)
+    await server.kill()
+    with monkeypatch.context() as context:
+        context.setattr(conftest, "LIMITS", replace(conftest.LIMITS, datum_tokens=3))
+        await server.start()
+        failed = await client.call(STEP)
+        assert "request 1" in failed.error and "cannot be any more" in failed.error and "at most 3" in failed.error
+        assert [await client.result(f"{MODEL}#{seq}") for seq in (1, 2)] == [first, stepped]
+        await server.stop()
+    await server.start()
+    assert await client.call(STEP) == failed, "the end is kept"
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), MemoryError()])
+async def test_a_repetition_that_the_machine_prevents_is_tried_again(
+    server: Server, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    monkeypatch.setattr(model_runner, "RETRY_S", 0.05)
+    client = Client(server, MODEL)
+    await client.create()
+    for body in (forward_backward(0), STEP, forward_backward(1)):
+        await client.call(body)
+    weights, gradient = [(await server.adapter(MODEL, name)).clone() for name in ("weights", "gradient")]
+    await server.kill()
+
+    def fail(*_: object) -> None:
+        raise error
+
+    with monkeypatch.context() as context:
+        context.setattr(AdapterBank, "run_pass", fail)
+        await server.start()
+        sent = await client.send(STEP)
+        await until(lambda: _is_stuck(server))
+        assert await server.records.answered(sent) is None
+    assert (await client.result(sent)).metrics["steps"] == 2.0
+    await server.kill()
+    await server.start()
+    await client.call(forward_backward(2, backward=False))
+    undisturbed = Client(server, "s:train:1")
+    await undisturbed.create()
+    for body in (forward_backward(0), STEP, forward_backward(1)):
+        await undisturbed.call(body)
+    for name, vector in (("weights", weights), ("gradient", gradient)):
+        assert torch.equal(await server.adapter(undisturbed.model, name), vector), name
+    await undisturbed.call(STEP)
+    assert torch.equal(await server.adapter(MODEL, "weights"), await server.adapter(undisturbed.model, "weights"))
 
 
 async def _is_stuck(server: Server) -> bool:
