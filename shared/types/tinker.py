@@ -165,6 +165,7 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag="loaded"):
     """Result of Create, Load and Unload."""
 
     path: str = ""
+    """tinker://MODEL/KIND/NAME, of a Load."""
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):

@@ -190,7 +190,7 @@ class AdapterCache:
             raise
         except EngineError as error:
             if not await asyncio.to_thread(Path(directory).is_dir):
-                raise AdapterGone(f"the weights in {directory} were removed") from None
+                raise AdapterGone("the weights of this sampler were removed") from None
             raise AdapterRefused(str(error)) from error
         self._loaded[key] = _Loaded(name)
         self.loads += 1

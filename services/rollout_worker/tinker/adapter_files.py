@@ -37,7 +37,7 @@ class AdapterRefused(EngineError):
 def check_adapter(directory: Path, max_rank: int) -> None:
     """Raises AdapterGone, AdapterRefused."""
     if not directory.is_dir():
-        raise AdapterGone(f"the weights in {directory} were removed")
+        raise AdapterGone("the weights of this sampler were removed")
     if why := code_in(directory) or unsafe_weights_in(directory):
         raise AdapterRefused(f"the adapter {why}")
     try:
@@ -56,7 +56,7 @@ def check_adapter(directory: Path, max_rank: int) -> None:
 def check_full(directory: Path) -> None:
     """Likewise, of a model with all its weights."""
     if not directory.is_dir():
-        raise AdapterGone(f"the weights in {directory} were removed")
+        raise AdapterGone("the weights of this sampler were removed")
     if why := code_in(directory) or unsafe_weights_in(directory):
         raise AdapterRefused(f"the model {why}")
     try:

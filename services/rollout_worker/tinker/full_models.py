@@ -50,7 +50,7 @@ class FullModels:
             raise
         except (SwapError, EngineError) as error:
             if not await asyncio.to_thread(place.is_dir):
-                raise AdapterGone(f"the weights in {place} were removed") from None
+                raise AdapterGone("the weights of this sampler were removed") from None
             raise AdapterRefused(str(error)) from error
         self.loads += 1
         log.info("weights_loaded", directory=str(place), version=version)

@@ -18,7 +18,7 @@ from opentinker.shared.security.authorization import Action
 from opentinker.shared.state.tinker.requests import TRAINED
 from opentinker.shared.types.core import JobRecord, JobState
 from opentinker.shared.types.errors import NotFound
-from opentinker.shared.types.tinker import SMALL_RESULT, Sampler, TinkerModel
+from opentinker.shared.types.tinker import SMALL_RESULT, Loaded, Sampler, TinkerModel
 
 HOLD_S = 30.0
 """Time that a request without an answer is held; clients wait for 45 s."""
@@ -57,7 +57,12 @@ class FuturesApi:
             async with self._places.parsing(is_large=is_large):
                 if (answer := await store.answered(id)) is None:
                     raise _kept_no_more(id)
-                response = await response_of(request, owner.id, answer.result)
+                result = answer.result
+                if (
+                    isinstance(result, Loaded) and isinstance(owner, TinkerModel) and id.endswith("#0")
+                ):  # of the creation
+                    result = Loaded(path=owner.start)
+                response = await response_of(request, owner.id, result)
             await store.note_read(answer)
             if is_large:
                 await _send(request, response)

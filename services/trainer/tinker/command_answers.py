@@ -77,7 +77,15 @@ def failure(error: Exception, model: str, seq: int) -> Failed:
     log.error("command_failed", model=model, seq=seq, exc_info=error)
     if is_out_of_memory(error):
         return Failed(error="the request does not fit into memory; send fewer data, or shorter ones", category="server")
-    return Failed(error=f"the request failed: {first_line(error)}", category="server")
+    return Failed(error=f"the request failed: {problem_of(error)}", category="server")
+
+
+def problem_of(error: BaseException) -> str:
+    """Return the first line of an error; of an error of the disk what it is, without the place."""
+    of_disk = error if isinstance(error, OSError) else error.__cause__
+    if isinstance(of_disk, FileNotFoundError):  # that of safetensors has no `strerror`
+        return "a file does not exist"
+    return of_disk.strerror if isinstance(of_disk, OSError) and of_disk.strerror else first_line(error)
 
 
 def late_answer(command: Command | None, seq: int, model: str, left_out: Iterable[tuple[int, int]]) -> Result:
@@ -89,5 +97,5 @@ def late_answer(command: Command | None, seq: int, model: str, left_out: Iterabl
             missing = f"request {first} of model {model} has not come in time, and those after it were given up with it"
             return Failed(error=f"{missing}, up to {last}; send them again under new numbers", lost=True)
     if isinstance(body, Create | Load):
-        return Loaded(path=body.path if isinstance(body, Load) else body.start)
+        return Loaded(path=body.path if isinstance(body, Load) else "")
     return Failed(error="the request was carried out, and its result is not kept any more", category="server")

@@ -71,7 +71,7 @@ def read_state(root: Path, epoch: int, name: str) -> tuple[Adapter, ModelNotes] 
     except (JobFailed, Refused) as error:
         if isinstance(error.__cause__, OSError):
             raise error.__cause__ from None
-        raise
+        raise Refused(first_line(error.__cause__ or error)) from error  # without the place of the file
 
 
 def _read_state(root: Path, name: str) -> tuple[Adapter, ModelNotes] | ModelEnd | None:
@@ -86,7 +86,7 @@ def _read_state(root: Path, name: str) -> tuple[Adapter, ModelNotes] | ModelEnd 
     try:
         notes = msgspec.json.decode(adapter_files.notes_of(root / STATE)[NOTES], type=ModelNotes)
     except (KeyError, msgspec.MsgspecError) as error:
-        raise Refused(f"{root / STATE} cannot be read: {first_line(error)}") from error
+        raise Refused(str(error)) from error
     return adapter_files.restore(name, root / STATE), notes
 
 

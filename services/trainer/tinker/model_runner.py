@@ -24,6 +24,7 @@ from opentinker.services.trainer.tinker.command_answers import (
     late_answer,
     needs_no_repetition,
     of_bank,
+    problem_of,
     ready,
     result_of,
 )
@@ -244,9 +245,9 @@ class ModelRunner:
         except Exception as error:
             if self._sent < 0 and not repeated:
                 await self._shared.records.not_live(command.tenant, [self.model])
-                await self._end(f"model {self.model} was not created: {first_line(error)}")
+                await self._end(f"model {self.model} was not created: {problem_of(error)}")
             raise
-        return Loaded(path=body.start)
+        return Loaded()
 
     async def _end(self, reason: str) -> None:
         end = ModelEnd(reason=reason)

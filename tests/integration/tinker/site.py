@@ -22,6 +22,7 @@ from opentinker.shared.types.tinker import (
     Answer,
     Answered,
     Command,
+    Create,
     Failed,
     ForwardBackward,
     Forwarded,
@@ -105,6 +106,8 @@ class FakeWorkers:
                 return Saved(path=f"tinker://{command.model}/{kind}/{name}" if name else "", sampler=sampler)
             case Skip(error=error):
                 return Failed(error=error)
+            case Create(start=directory):
+                return Loaded(path=directory)  # as trainers of earlier releases
             case _:
                 return Loaded()
 

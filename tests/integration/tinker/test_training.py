@@ -312,7 +312,7 @@ async def test_a_model_is_created_from_a_checkpoint_and_loads_one(
     session = await user.session()
     body = {"session_id": session, "model_seq_id": 2, "path": saved.path, "optimizer": True}
     made = await user.result(await user.ok("load_weights", **body))
-    assert made["model_id"] == f"{session}:train:2"
+    assert made == {"model_id": f"{session}:train:2", "path": saved.path}
     create = workers.commands[-1].body
     assert isinstance(create, Create) and create.optimizer and create.start.endswith("/weights/first")
     older = {"model_id": made["model_id"], "seq_id": 1, "path": saved.path, "optimizer": False}

@@ -261,4 +261,5 @@ async def test_a_damaged_state_is_said_and_other_models_go_on(server: Server) ->
     await server.start()
     failed = await broken.call(STEP)
     assert failed.category == "server" and f"model {MODEL} cannot be read" in failed.error
+    assert str(server.data_dir) not in failed.error
     assert (await fine.call(STEP)).metrics["steps"] == 2.0

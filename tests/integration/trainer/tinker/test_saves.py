@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 
-from opentinker.services.trainer.tinker import sampler_files
+from opentinker.services.trainer.tinker import model_files, sampler_files
 from opentinker.shared.types.tinker import (
     Failed,
     Load,
@@ -62,7 +63,7 @@ async def test_checkpoints_are_saved_refused_replaced_loaded_and_begun_with(serv
     assert "exists" in (await client.call(Save(kind="weights", name="a"))).error
     path = "tinker://s:train:0/weights/a"
     begun = {name: Client(server, f"s:train:{number}") for number, name in enumerate(("whole", "weights", "load"), 1)}
-    assert await begun["whole"].create(start=str(directory), optimizer=True) == Loaded(path=str(directory))
+    assert await begun["whole"].create(start=str(directory), optimizer=True) == Loaded()
     await begun["weights"].create(start=str(directory))
     await begun["load"].create(LoraShape(rank=4, seed=9))
     await begun["load"].call(forward_backward(5))
@@ -102,6 +103,20 @@ async def test_checkpoints_are_saved_refused_replaced_loaded_and_begun_with(serv
     load = Load(path=path, directory=str(samplers))
     assert isinstance(await client.call(load), Loaded)
     assert "no optimizer state" in (await client.call(msgspec.structs.replace(load, optimizer=True))).error
+
+
+async def test_a_disk_error_is_answered_without_the_place_of_the_file(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = Client(server, "s:train:0")
+    await client.create()
+
+    def refuse(directory: Path, *_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device", str(directory))
+
+    monkeypatch.setattr(model_files, "write_checkpoint", refuse)
+    failed = await client.call(Save(kind="weights", name="a"))
+    assert failed == Failed(error="the request failed: No space left on device", category="server")
 
 
 async def test_replaced_and_unnamed_weights_are_bounded_in_number_and_count(
