@@ -29,6 +29,7 @@ from opentinker.services.trainer.bank.bank_commands import (
     ForwardResult,
     StepCommand,
 )
+from opentinker.services.trainer.bank.copies import Copies
 from opentinker.services.trainer.bank.fair_queue import FairQueue, Waiting
 from opentinker.services.trainer.bank.limits import BankEnded, NotFinite
 from opentinker.services.trainer.bank.mixed_batch import PieceResult
@@ -64,6 +65,7 @@ class BankLoop:
         self._wake, self._finished = asyncio.Event(), Notifier()
         self._rooms: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """Held by the tenant's first one that waits for room."""
+        self.copies = Copies()
         self.copying = asyncio.Lock()
         """Held by those who hold a copy of a model that trains all weights, whatever lease they are of."""
         self.passed = TenantTotals()

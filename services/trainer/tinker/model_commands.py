@@ -77,6 +77,11 @@ class ModelCommands:
         self._files = asyncio.Lock()
         """Held while a checkpoint is written: saves take their turns."""
 
+    @property
+    def copy_bytes(self) -> int:
+        """Bytes of a copy of the adapter: weights, gradient sum and moments."""
+        return 0 if self._shape is None else 4 * 4 * self._shape.size
+
     async def create(self, command: Command, body: Create) -> None:
         """Add the adapter to the bank. Raises Refused, Conflict or OSError."""
         settings = self._shared.spec.tinker
@@ -114,7 +119,7 @@ class ModelCommands:
     async def _replace(self, directory: Path, *, optimizer: bool) -> None:
         assert self._shape is not None
         read = functools.partial(model_files.read_vectors, directory, self._shape, optimizer=optimizer)
-        async with self._shared.one_copy():
+        async with self._shared.copy(self.tenant, self.copy_bytes):
             vectors, steps = await asyncio.to_thread(read)
             await self._bank.wait_for_room(self.tenant)
             await self._bank.write(self.tenant, self.adapter, vectors, steps)
@@ -140,14 +145,13 @@ class ModelCommands:
         body = command.body
         if isinstance(body, ForwardBackward):
             return await self._begin_pass(body, arrived_at, repeated=repeated)
+        if isinstance(body, Save):
+            return await self._begin_save(command, body)
         await self._bank.wait_for_room(self.tenant)
         if isinstance(body, OptimStep):
             return self._stepped(
                 self._bank.send_step(self.tenant, self.adapter, _settings(body)), body, repeated=repeated
             )
-        if isinstance(body, Save):
-            _check_names(body)
-            return self._saved(command, body, self._bank.send_read(self.tenant, self.adapter))
         assert isinstance(body, Skip)
         raise Refused(body.error)
 
@@ -198,6 +202,23 @@ class ModelCommands:
 
     # --- saves --------------------------------------------------------------------------------------------------
 
+    async def _begin_save(self, command: Command, body: Save) -> Awaitable[Saved]:
+        """The copy counts until the command ends, however it does."""
+        _check_names(body)
+        if self._shared.spec.tinker.full_weights:  # the caller holds `one_copy`
+            await self._bank.wait_for_room(self.tenant)
+            return self._saved(command, body, self._bank.send_read(self.tenant, self.adapter))
+        release = await self._bank.copies.take(self.tenant, self.copy_bytes)
+        try:
+            await self._bank.wait_for_room(self.tenant)
+            reading = self._bank.send_read(self.tenant, self.adapter)
+        except BaseException:
+            release()
+            raise
+        saving = asyncio.create_task(self._saved(command, body, reading))
+        saving.add_done_callback(lambda _: release())
+        return saving
+
     async def _saved(self, command: Command, body: Save, reading: asyncio.Future[Adapter]) -> Saved:
         adapter = await reading
         async with self._files:
@@ -226,7 +247,7 @@ class ModelCommands:
         await self._require_room(body.name)
         directory = shared.place(self.model) / body.kind / made.place
         base = self._bank.bank.base
-        size = await asyncio.to_thread(
+        size = await shared.write(
             model_files.write_checkpoint, directory, adapter, base, optimizer=is_whole, owner=self._owner
         )
         await shared.records.add_checkpoint(msgspec.structs.replace(made, size=size))
@@ -244,7 +265,7 @@ class ModelCommands:
         await self._require_room()
         directory = self._shared.place(self.model) / "samplers" / f"{body.sampler}@{command.seq}"
         base = self._bank.bank.base
-        await asyncio.to_thread(model_files.write_sampler, directory, adapter, base, owner=self._owner)
+        await self._shared.write(model_files.write_sampler, directory, adapter, base, owner=self._owner)
         await self._shared.records.add_sampler(Sampler(
             id=body.sampler, tenant=self.tenant, session=self.model.partition(":")[0], job=self._shared.lease.job,
             base=self._shared.spec.model.base, model=self.model, directory=str(directory),

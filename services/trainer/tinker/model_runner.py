@@ -175,6 +175,8 @@ class ModelRunner:
             forward_exception(done, self._broken)
             if asyncio.iscoroutine(work):
                 work.close()  # if it was cancelled before it began
+            elif isinstance(work, asyncio.Future):
+                work.cancel()
 
         task.add_done_callback(finished)
         self._store_if_due()
@@ -337,7 +339,7 @@ class ModelRunner:
     async def _store(self) -> None:
         """Store the state after the commands so far, once they have their answers. A disk error is logged, and it is
         tried again later. Raises Fenced, RedisError."""
-        async with self._state, self._shared.one_copy():
+        async with self._state, self._shared.copy(self.tenant, self._commands.copy_bytes):
             await self._shared.bank.wait_for_room(self._commands.tenant)
             began, seq, counted = time.monotonic(), self._sent, self._bytes
             try:
@@ -351,7 +353,7 @@ class ModelRunner:
             if any(number <= seq for number in self._owed):  # the lease ends
                 return
             try:
-                await asyncio.to_thread(model_files.write_state, self._root, self._shared.lease.epoch, adapter, notes)
+                await self._shared.write(model_files.write_state, self._root, self._shared.lease.epoch, adapter, notes)
             except OSError as error:
                 log.error("model_not_stored", model=self.model, error=str(error))
                 self._stored_at = time.monotonic()

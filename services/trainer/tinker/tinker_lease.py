@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
 import structlog
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
+P = ParamSpec("P")
+T = TypeVar("T")
 PAUSE_MOST_S = 60.0
 
 
@@ -63,6 +66,15 @@ class TinkerLease:
     def one_copy(self) -> contextlib.AbstractAsyncContextManager[Any]:
         """Hold this while holding a copy of a model: of those that train all weights there is memory for one."""
         return self.bank.copying if self.spec.tinker.full_weights else contextlib.nullcontext()
+
+    def copy(self, tenant: str, size: int) -> contextlib.AbstractAsyncContextManager[Any]:
+        """Hold this from before a copy of this size is made of a model until it is written."""
+        return self.one_copy() if self.spec.tinker.full_weights else self.bank.copies.holding(tenant, size)
+
+    async def write(self, function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+        """Call what writes files of a model, in a thread."""
+        async with self.bank.copies.writing:
+            return await asyncio.to_thread(function, *args, **options)
 
     def preparation(self, tenant: str) -> asyncio.Lock:
         """Hold this while preparing a pass of the tenant: prepared data are several times as large as the command."""

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
+import weakref
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 
+from opentinker.services.trainer.bank.adapter import Adapter
+from opentinker.services.trainer.bank.adapter_bank import AdapterBank
+from opentinker.services.trainer.bank.copies import TENANT_COPIES
 from opentinker.services.trainer.tinker import model_files, sampler_files
 from opentinker.shared.types.tinker import (
     Failed,
@@ -23,6 +29,7 @@ from opentinker.shared.types.tinker import (
     Unload,
     tinker_place,
 )
+from tests.conftest import WAIT_S, until
 from tests.integration.trainer.tinker.conftest import (
     JOB,
     LORA,
@@ -103,6 +110,37 @@ async def test_checkpoints_are_saved_refused_replaced_loaded_and_begun_with(serv
     load = Load(path=path, directory=str(samplers))
     assert isinstance(await client.call(load), Loaded)
     assert "no optimizer state" in (await client.call(msgspec.structs.replace(load, optimizer=True))).error
+
+
+async def test_many_saves_of_a_client_hold_few_copies_and_delay_no_other_tenant(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, other = Client(server, "s:train:0"), Client(server, "s:train:1", tenant="beta")
+    for one in (client, other):
+        await one.create()
+    made, may_write = list[weakref.ref[Adapter]](), threading.Event()
+    read, write = AdapterBank.read, model_files.write_checkpoint
+
+    def counted(bank: AdapterBank, name: str) -> Adapter:
+        made.append(weakref.ref(copy := read(bank, name)))
+        return copy
+
+    def held(*args: Any, **options: Any) -> int:
+        may_write.wait(WAIT_S)
+        return write(*args, **options)
+
+    monkeypatch.setattr(AdapterBank, "read", counted)
+    monkeypatch.setattr(model_files, "write_checkpoint", held)
+    sent = [await client.send(Save(kind="weights", name=f"n{number}")) for number in range(8)]
+    try:
+        await until(lambda: len(made) >= TENANT_COPIES)
+        for seed in range(3):
+            await other.call(forward_backward(seed))
+        assert sum(one() is not None for one in made) == TENANT_COPIES
+    finally:
+        may_write.set()
+    assert all([isinstance(await client.result(request), Saved) for request in sent])
+    assert len(made) == 8 and server.bank.copies._bytes == 0
 
 
 async def test_a_disk_error_is_answered_without_the_place_of_the_file(
