@@ -201,11 +201,11 @@ _CONNECT = (
 )
 """Scripts run with the rights of their caller."""
 _STRINGS = ("get", "set", "del", "exists")
-_HASHES = ("hget", "hmget", "hgetall", "hkeys", "hlen", "hset", "hdel", "hincrby", "hincrbyfloat", "expire")
+_HASHES = ("hget", "hmget", "hgetall", "hexists", "hkeys", "hlen", "hset", "hdel", "hincrby", "hincrbyfloat", "expire")
 _SETS = ("sadd", "srem", "smembers")
 _SORTED_SETS = ("zadd", "zrem", "zrange", "zrevrange", "zscore")
 _COMMANDS: dict[str, tuple[str, ...]] = {
-    TRAINER: (*_STRINGS, *_HASHES, *_SETS, *_SORTED_SETS, "xadd", "multi", "exec", "mget"),
+    TRAINER: (*_STRINGS, *_HASHES, *_SETS, *_SORTED_SETS, "zcard", "xadd", "multi", "exec", "mget"),
     ROLLOUT: (*_STRINGS, *_HASHES, *_SETS, "xadd", "zadd", "zrem", "zcard", "zrange", "incrby"),
     REFERENCE: (*_STRINGS, "hmget", "hgetall", "hset", *_SETS, "xadd"),
     ENV: ("get", "set", "del", *_SETS),

@@ -285,7 +285,8 @@ class TrainingApi:
             return None
         store = self._access.store
         try:
-            await store.require_room_for_save(model.tenant, model.job, body.name)
+            path = f"tinker://{model.id}/{body.kind}/{body.name}"
+            await store.require_room_for_save(model.tenant, model.job, body.name, path)
             if not body.name:
                 await store.make_room_for_sampler(model.tenant)
         except TooManyRecords as error:

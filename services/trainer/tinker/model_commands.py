@@ -239,12 +239,12 @@ class ModelCommands:
             place_name=f"{body.name}@{command.seq}", metadata=body.metadata,
             expires=now + body.ttl_s if body.ttl_s else 0.0,
         )  # fmt: skip
-        known = [one for one in await shared.records.checkpoints(self.model) if one.path == made.path]
-        if known and known[0].seq >= command.seq:  # before the trainer was killed; a later command may have replaced it
+        known = await shared.records.saved_as(self.model, body.kind, body.name)
+        if known and known.seq >= command.seq:  # before the trainer was killed; a later command may have replaced it
             return Saved(path=made.path)
-        if is_whole and known and not body.overwrite and not (known[0].expires and known[0].expires <= now):
+        if is_whole and known and not body.overwrite and not (known.expires and known.expires <= now):
             raise Refused(f"checkpoint {made.path} exists; choose another name, or save with overwrite")
-        await self._require_room(body.name)
+        await self._require_room(body.name, made.path)
         directory = shared.place(self.model) / body.kind / made.place
         base = self._bank.bank.base
         size = await shared.write(
@@ -254,10 +254,10 @@ class ModelCommands:
         log.info("checkpoint_saved", path=made.path, step=made.step, bytes=size)
         return Saved(path=made.path)
 
-    async def _require_room(self, name: str = "") -> None:
+    async def _require_room(self, name: str = "", path: str = "") -> None:
         """Raise Refused: others had their turn since the save was sent."""
         try:
-            await self._shared.records.require_room_for_save(self.tenant, self._shared.lease.job, name)
+            await self._shared.records.require_room_for_save(self.tenant, self._shared.lease.job, name, path)
         except TooManyRecords as error:
             raise Refused(str(error)) from None
 

@@ -16,10 +16,8 @@ class ListedModel(msgspec.Struct, frozen=True, kw_only=True):
     model: TinkerModel
     used: float
     """Unix seconds of its last command, or of its creation."""
-    asked: int
-    """Commands that its client has sent."""
     waiting: int
-    """Those of them that have had no answer yet."""
+    """Commands that have had no answer yet."""
     next: int
     """Lowest number that no command has had."""
     has_next: bool
@@ -46,16 +44,15 @@ class ModelCatalog:
         async with self._redis.pipeline(transaction=False) as pipe:
             for id in ids:
                 pipe.hmget(f"tinker:model:{id}", "record", "used", "next")
-                pipe.hlen(f"tinker:asked:{id}")
                 pipe.zcard(f"tinker:open:{id}")
                 pipe.zrange(f"tinker:open:{id}", 0, 0)
             found = await pipe.execute()
         listed = []
-        for (record, used, next), asked, waiting, lowest in zip(*(found[n::4] for n in range(4)), strict=True):
+        for (record, used, next), waiting, lowest in zip(*(found[n::3] for n in range(3)), strict=True):
             if record:
                 model, missing = codec.from_json(TinkerModel, record), int(next or 0)
                 listed.append(ListedModel(
-                    model=model, used=float(used or model.created), asked=int(asked), waiting=int(waiting),
+                    model=model, used=float(used or model.created), waiting=int(waiting),
                     next=missing, has_next=bool(lowest) and int(lowest[0]) < missing,
                 ))  # fmt: skip
         return sorted(listed, key=lambda one: (-one.used, one.model.id))

@@ -13,18 +13,32 @@ local function owed(key, limit, minute)
 end
 """
 
+# The lowest number that no command has had goes up; digests of the numbers far below it are forgotten.
+_ADVANCE = """
+local function text(number) return string.format('%.0f', number) end
+local function advance(missing, kept)
+  repeat
+    redis.call('HDEL', KEYS[1], text(missing - kept))
+    missing = missing + 1
+  until redis.call('HEXISTS', KEYS[1], text(missing)) == 0
+  redis.call('HSET', KEYS[2], 'next', text(missing))
+end
+"""
+
 # KEYS asked, model, open, tokens, reserved, owed, HELD_KEYS. ARGV: number, digest, MAX_WAITING, tokens, limit (empty:
-# they are not counted), minute, MINUTES_CHARGED, request, bytes, tenant, MAX_HELD_BYTES, now. The number that all
-# waiting commands wait for is always admitted, as far as the tokens allow. Tokens that samples may need do not delay
-# commands.
+# they are not counted), minute, MINUTES_CHARGED, request, bytes, tenant, MAX_HELD_BYTES, now, KEPT_DIGESTS. The
+# number that all waiting commands wait for is always admitted, as far as the tokens allow. Tokens that samples may need
+# do not delay commands.
 ASK = (
     HELD
     + _OWED
+    + _ADVANCE
     + """
 local known = redis.call('HGET', KEYS[1], ARGV[1])
 if known == ARGV[2] then return 1 end
 if known then return 0 end
 local number, missing = tonumber(ARGV[1]), tonumber(redis.call('HGET', KEYS[2], 'next') or 0)
+if number < missing - ARGV[13] then return 1 end
 local lowest, size = redis.call('ZRANGE', KEYS[3], 0, 0)[1], ARGV[9]
 local is_awaited = lowest and number == missing and tonumber(lowest) >= missing
 if redis.call('ZCARD', KEYS[3]) >= tonumber(ARGV[3]) and not is_awaited then return -1 end
@@ -46,23 +60,26 @@ end
 hold(ARGV[8], size, ARGV[10])
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
 redis.call('ZADD', KEYS[3], ARGV[1], ARGV[1])
-if number == missing then
-  repeat missing = missing + 1 until redis.call('HEXISTS', KEYS[1], string.format('%.0f', missing)) == 0
-  redis.call('HSET', KEYS[2], 'next', string.format('%.0f', missing))
-end
+if number == missing then advance(missing, ARGV[13]) end
 return 2
 """
 )
 
-# KEYS asked, model. ARGV: number. A model that was removed stays removed.
-LEAVE_OUT = """
+# KEYS asked, model, open. ARGV: number, KEPT_DIGESTS. A model that was removed stays removed.
+LEAVE_OUT = (
+    _ADVANCE
+    + """
 local missing, last = tonumber(redis.call('HGET', KEYS[2], 'next') or 0), tonumber(ARGV[1])
 if missing > last or redis.call('EXISTS', KEYS[2]) == 0 then return 0 end
-missing = last
-repeat missing = missing + 1 until redis.call('HEXISTS', KEYS[1], string.format('%.0f', missing)) == 0
-redis.call('HSET', KEYS[2], 'next', string.format('%.0f', missing))
+local floor = last - ARGV[2]
+for number = missing - ARGV[2], math.min(missing, floor) - 1 do redis.call('HDEL', KEYS[1], text(number)) end
+for _, number in ipairs(redis.call('ZRANGE', KEYS[3], 0, -1)) do
+  if tonumber(number) < floor then redis.call('HDEL', KEYS[1], number) end
+end
+advance(last, ARGV[2])
 return 1
 """
+)
 
 # KEYS answer, open, HELD_KEYS. ARGV: answer, seconds, number, request, bytes that count until it is read, when it
 # expires

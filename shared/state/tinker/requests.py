@@ -1,7 +1,7 @@
 """Requests of the Tinker API in Redis: which were asked, their answers, how many wait, and how many tokens they had.
 
 Redis keys:
-    tinker:asked:{model}           hash: number of a command -> digest of its body
+    tinker:asked:{model}           hash: number of a command -> digest of its body, of the last KEPT_DIGESTS
     tinker:open:{model}            sorted set of the numbers of commands without an answer, by themselves
     tinker:answer:{request}        the Answer as JSON; expires, a large one soon after it was first read
     tinker:draw:{request}          hash of a request for samples: digest of its body, tenant, job, number of times that
@@ -37,6 +37,9 @@ TRAINED = ":train:"
 """In the id of a model, and not in that of a sampler."""
 MAX_WAITING = 256
 """Commands of a model without an answer."""
+KEPT_DIGESTS = 10_000
+"""Numbers below the lowest that no command has had whose digests are kept; of those before them, each counts as one
+that a command has had."""
 READ_KEPT_S = 900
 """Seconds for which a large answer can be read again; more than DEDUP_S, because samples that are asked for again later
 are drawn again."""
@@ -118,7 +121,7 @@ class TinkerRequests(HeldBytes):
                   counts.owed, *HELD_KEYS],
             args=[str(seq), digest, str(MAX_WAITING if bounded else 1 << 53), str(tokens),
                   str(counts.limit) if counted else "", str(counts.minute), str(MINUTES_CHARGED), f"{model}#{seq}",
-                  size if bounded else 0, counts.tenant, held_bytes.MAX_HELD_BYTES, time.time()],
+                  size if bounded else 0, counts.tenant, held_bytes.MAX_HELD_BYTES, time.time(), KEPT_DIGESTS],
         )  # fmt: skip
         if not known:
             raise Conflict(f"seq_id {seq} of model {model} was used for another request")
@@ -132,7 +135,8 @@ class TinkerRequests(HeldBytes):
 
     async def leave_out(self, model: str, last: int) -> None:
         """Note that a model waits for no number up to `last`: the trainer has given up what had not come."""
-        await self._leave_out(keys=[f"tinker:asked:{model}", f"tinker:model:{model}"], args=[str(last)])
+        keys = [f"tinker:{key}:{model}" for key in ("asked", "model", "open")]
+        await self._leave_out(keys=keys, args=[str(last), KEPT_DIGESTS])
 
     async def was_answered(self, request: str) -> bool:
         """Return whether a request that was asked has had its answer, which may have expired since."""
@@ -146,7 +150,9 @@ class TinkerRequests(HeldBytes):
         """Return whether a request is known, or was within ANSWER_KEPT_S if it is for samples."""
         owner, _, number = request.partition("#")
         if TRAINED in owner:
-            return bool(await self._redis.hexists(f"tinker:asked:{owner}", number))
+            if await self._redis.hexists(f"tinker:asked:{owner}", number):
+                return True
+            return int(number) < int(await self._redis.hget(f"tinker:model:{owner}", "next") or 0) - KEPT_DIGESTS
         return bool(await self._redis.exists(_draw_key(request)))
 
     # --- requests for samples -----------------------------------------------------------------------------------

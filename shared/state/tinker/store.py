@@ -45,6 +45,8 @@ MAX_CHECKPOINT_BYTES = 1 << 40
 """Bytes of a tenant's checkpoints at which further saves are refused, when they are sent and when their turn comes.
 Those that are being written may exceed it. Weights that were replaced or have no name count as the trainer last
 found them, about a minute ago."""
+MAX_CHECKPOINTS = 10_000
+"""A tenant's checkpoints at which saves under a new name are refused likewise."""
 UNLISTED_S = 900
 """The trainer notes their bytes more often than this."""
 
@@ -249,6 +251,11 @@ class TinkerStore(TinkerSessions):
             raise NotFound(f"{where} does not exist")
         return found if found is not None and found.public else self._own(found, tenant, where)
 
+    async def saved_as(self, model: str, kind: str, name: str) -> TinkerCheckpoint | None:
+        """Return the checkpoint of this name, also one that has expired."""
+        text = await self._redis.hget(f"tinker:checkpoints:{model}", f"{kind}/{name}")
+        return codec.from_json(TinkerCheckpoint, text) if text else None
+
     async def checkpoints(self, model: str) -> list[TinkerCheckpoint]:
         """Return those of a model, newest first."""
         texts = (await self._redis.hgetall(f"tinker:checkpoints:{model}")).values()
@@ -283,9 +290,17 @@ class TinkerStore(TinkerSessions):
                 pipe.expire(key, UNLISTED_S)
             await pipe.execute()
 
-    async def require_room_for_save(self, tenant: str, job: str, name: str = "") -> None:
+    async def require_room_for_save(self, tenant: str, job: str, name: str = "", path: str = "") -> None:
         """Raises TooManyRecords if the tenant's checkpoints have as many bytes as they may have, together with the
-        other weights that the server keeps. `name` empty: weights without a name."""
+        other weights that the server keeps, or if there are as many as there may be, without one of this `path`.
+        `name` empty: weights without a name."""
+        index = f"tinker:checkpointed:{tenant}"
+        is_full = bool(name) and await self._redis.zcard(index) >= MAX_CHECKPOINTS
+        if is_full and await self._redis.zscore(index, path) is None:
+            raise TooManyRecords(
+                f"checkpoint {name} cannot be saved: tenant {tenant} has {MAX_CHECKPOINTS} checkpoints, and may not "
+                "have more; delete some (`tinker checkpoint delete`), or save with ttl_seconds"
+            )
         stored = await self.stored_bytes(tenant)
         unlisted = int(await self._redis.hget(f"tinker:unlisted:{job}", tenant) or 0)
         if stored + unlisted < MAX_CHECKPOINT_BYTES:

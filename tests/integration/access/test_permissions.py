@@ -265,6 +265,7 @@ async def test_each_service_of_the_tinker_api_may_do_its_work_in_redis(
         await trainer.forget_use(model.id, [sampler.id])
         await trainer.set_unlisted("j", {"t": 1})
         await trainer.require_room_for_save("t", "j", "n")
+        await trainer.leave_out(model.id, 3)
         await trainer.set_progress(model.id, ModelProgress(steps=1))
         for number in range(2):
             request = f"{sampler.id}#{number}"

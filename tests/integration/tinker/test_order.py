@@ -58,6 +58,37 @@ async def test_a_model_waits_for_no_number_that_its_trainer_has_given_up(user: C
     assert not await store._redis.exists("tinker:model:removed:train:0")
 
 
+async def test_digests_of_commands_long_ago_are_forgotten_and_their_numbers_stay_used(
+    user: Client, workers: FakeWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = 10
+    monkeypatch.setattr("opentinker.shared.state.tinker.requests.KEPT_DIGESTS", kept)
+    model, store = await user.model(), workers.store
+
+    async def digests() -> set[int]:
+        return {int(number) for number in await store._redis.hkeys(f"tinker:asked:{model}")}
+
+    for seq in range(1, kept + 2):
+        await user.result(await user.ok("optim_step", model_id=model, seq_id=seq))
+    assert await digests() == set(range(2, kept + 2))
+    sent = len(workers.commands)
+    again = await user.ok("optim_step", model_id=model, seq_id=1, adam_params={"learning_rate": 0.5})
+    await user.result(again)
+    assert len(workers.commands) == sent, "it is no new command"
+    await store._redis.delete(f"tinker:answer:{model}#1")
+    assert (await user.post("retrieve_future", request_id=f"{model}#1"))[0] == 410
+    assert (await user.post("retrieve_future", request_id=f"{model}#99"))[0] == 404
+    workers.answers = False
+    for seq in (13, 14, 40):
+        await user.ok("optim_step", model_id=model, seq_id=seq)
+    await store.leave_out(model, 40)
+    assert await digests() == {40}
+    await user.ok("optim_step", model_id=model, seq_id=12)
+    assert await digests() == {40}, "it was given up"
+    await user.ok("optim_step", model_id=model, seq_id=41)
+    assert await digests() == {40, 41}
+
+
 async def test_a_repeated_save_for_a_sampler_may_have_another_number_for_it(user: Client, workers: FakeWorkers) -> None:
     model = await user.model()
     body = {"model_id": model, "seq_id": 1}

@@ -53,6 +53,18 @@ async def test_a_save_that_waited_is_refused_where_others_have_filled_the_room(
     assert [path.name for path in (tinker_place(server.data_dir, client.model) / "weights").iterdir()] == ["a@1"]
 
 
+async def test_a_tenant_has_a_bounded_number_of_checkpoints(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("opentinker.shared.state.tinker.store.MAX_CHECKPOINTS", 2)
+    client = Client(server, "s:train:0")
+    await client.create()
+    for name in ("a", "b"):
+        await client.call(Save(kind="weights", name=name))
+    refused = await client.call(Save(kind="sampler_weights", name="c"))
+    assert "c cannot be saved" in refused.error and "has 2 checkpoints" in refused.error
+    assert isinstance(await client.call(Save(kind="weights", name="a", overwrite=True)), Saved)
+    assert isinstance(await client.call(Save(kind="sampler_weights", sampler="s:sampler:0")), Saved)
+
+
 async def test_checkpoints_are_saved_refused_replaced_loaded_and_begun_with(server: Server) -> None:
     client = Client(server, "s:train:0")
     await client.create()
