@@ -127,7 +127,7 @@ async def test_checkpoints_are_saved_refused_replaced_loaded_and_begun_with(serv
 async def test_many_saves_of_a_client_hold_few_copies_and_delay_no_other_tenant(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client, other = Client(server, "s:train:0"), Client(server, "s:train:1", tenant="beta")
+    client, other = Client(server, "s:train:0"), Client(server, "t:train:0", tenant="beta")
     for one in (client, other):
         await one.create()
     made, may_write = list[weakref.ref[Adapter]](), threading.Event()
