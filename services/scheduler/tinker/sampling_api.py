@@ -205,7 +205,7 @@ def _prompt(body: SampleBody) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         for chunk in body.prompt.chunks
         for start in range(0, len(chunk.tokens), PIECE)
     ]
-    prompt = np.concatenate([np.zeros(0, np.int64), *pieces])
+    prompt: np.ndarray[tuple[int], np.dtype[np.int64]] = np.concatenate([np.zeros(0, np.int64), *pieces])
     if not 0 < prompt.size <= MAX_TOKENS:
         raise SpecError.of("prompt", None, f"has {prompt.size} tokens; it must have 1 to {MAX_TOKENS}")
     if prompt.min() < 0 or prompt.max() >= 2**31:
