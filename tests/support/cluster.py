@@ -10,9 +10,7 @@ import asyncio
 import contextlib
 import os
 import signal
-import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from functools import partial
@@ -31,7 +29,6 @@ from opentinker.local.up import SERVICE_OF
 from opentinker.services.trainer import checkpoint
 from opentinker.shared.api_types import Job
 from opentinker.shared.messaging.permissions import OPERATOR
-from opentinker.shared.runtime.parent_death import hold_command
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.matches.policies import spec_of
 from opentinker.shared.state.admission import admission_of
@@ -40,73 +37,18 @@ from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import part_id
 from opentinker.shared.types.manifest import Manifest
 from tests.conftest import nats_conf, until
+from tests.support.cluster_process import GetForkServer, Process
 from tests.support.lineage import faults
 from tests.support.listening import living
 from tests.support.service_forks import PYTHONPATH as PYTHONPATH  # noqa: PLC0414 - tests import these from here too
 from tests.support.service_forks import ROOT as ROOT  # noqa: PLC0414
-from tests.support.service_forks import WITH_TORCH, Fork, ForkServer, Kind, fork_server
+from tests.support.service_forks import WITH_TORCH, Kind, fork_server
 from tests.support.toys import toy_model as toy_model  # noqa: PLC0414 - tests import it from here too
 
-RESTART_S = 0.2
 JOB_S = 240.0
 """A job of a test ends within this time on a machine that has much else to do, where importing torch takes a minute."""
 TAIL, WIDTH = 25, 400
 SERVERS = ("nats", "valkey")
-GetForkServer = Callable[[], ForkServer]
-
-
-class Process:
-    """One slot: the same name, arguments and ports through all its lives."""
-
-    def __init__(
-        self, name: str, argv: list[str], env: dict[str, str], log: Path, server: GetForkServer | None
-    ) -> None:
-        self.name, self.argv, self.env, self.log = name, argv, env, log
-        self.server = server
-        """Gives the fork server of which a fork runs the module `argv[-1]`, in place of `argv`."""
-        self.wanted = True
-        self.popen: subprocess.Popen[bytes] | Fork | None = None
-        self.dead_since: float | None = None
-        self.starts = 0
-        self.exits: list[int] = []
-        """Return codes, oldest first; negative: by that signal."""
-
-    def start(self) -> None:
-        folder = self.log.parent
-        if self.server is not None:
-            self.popen = self.server().start(self.argv[-1], self.env, folder, self.log)
-        else:
-            with self.log.open("ab") as log:
-                argv = hold_command(self.argv)
-                self.popen = subprocess.Popen(
-                    argv, env=self.env, stdout=log, stderr=log, start_new_session=True, cwd=folder
-                )
-        self.starts += 1
-        self.dead_since = None
-
-    @property
-    def pid(self) -> int:
-        assert self.popen is not None
-        return self.popen.pid
-
-    def signal(self, number: int) -> None:
-        if self.popen is not None and self.popen.poll() is None:
-            os.kill(self.pid, number)
-
-    def look(self) -> None:
-        """Notice an end, clear away what the process has started itself, and start it again when it is due."""
-        if self.popen is not None and (code := self.popen.poll()) is not None:
-            self.exits.append(code)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.popen.pid, signal.SIGKILL)
-            self.popen, self.dead_since = None, time.monotonic()
-        due = self.dead_since is None or time.monotonic() - self.dead_since >= RESTART_S
-        if self.popen is None and self.wanted and due:
-            self.start()
-
-    @property
-    def logged(self) -> str:
-        return self.log.read_text(errors="replace") if self.log.exists() else ""
 
 
 class Cluster:

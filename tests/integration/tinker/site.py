@@ -212,3 +212,9 @@ def checkpoint_of(ctx: Context, model: str, tenant: str = "default", **changes: 
     for name in ("adapter_config.json", "adapter_model.safetensors", "state.safetensors"):
         (place / name).write_bytes(f"{name} of {found.path}".encode())
     return found
+
+
+async def sampler_in(user: Client, session: str, number: int = 0) -> str:
+    """Return the id of a new sampler of the base model."""
+    made = {"session_id": session, "sampling_session_seq_id": number, "base_model": BASE}
+    return str((await user.ok("create_sampling_session", **made))["sampling_session_id"])

@@ -21,7 +21,8 @@ from opentinker.shared.types.swap import SwapCommand
 from opentinker.shared.types.workers import WorkerInfo
 from tests.conftest import soon, until
 from tests.integration.trainer.publisher.published_weights import BRIEF_S, LARGE, REAL, FakeWorker, training
-from tests.support.cluster import PYTHONPATH, Process, toy_model
+from tests.support.cluster import PYTHONPATH, toy_model
+from tests.support.cluster_process import Process
 from tests.support.factories import version
 from tests.support.scheduling import new_job, running
 from tests.support.service_forks import fork_server
