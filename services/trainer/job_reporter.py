@@ -176,10 +176,10 @@ class JobReporter:
         return values
 
     def _note_waits(self, values: Mapping[str, float]) -> None:
-        """Put on the timeline how long a step waited in a shared trainer, at its end, because only the sum is known.
-        Policies of one job wait for each other: that is training."""
-        waited_s, now = values.get("trainer/bank_wait_seconds", 0.0), time.time()
-        if waited_s and not self.policy:
+        """Put on the timeline how long a step waited for other jobs of a shared trainer, at its end, because only the
+        sum is known. The wait for other policies of its job is training."""
+        waited_s, now = values.get("trainer/bank_other_jobs_seconds", 0.0), time.time()
+        if waited_s:
             self.lanes.note("training", "queue", now - waited_s, now)
 
     async def run_interruptible(self, work: Awaitable[T], interrupt: Callable[[], None] | None = None) -> T:

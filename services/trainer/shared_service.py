@@ -89,6 +89,7 @@ async def _train(bank: BankLoop, share: CpuShare, worker: LeasedWorker, lease: L
     names = {policy: ".".join(filter(None, [lease.job, str(lease.epoch), policy])) for policy in spec.policies or ("",)}
     share.tokens = lambda: int(sum(bank.passed[name] for name in names.values()))
     async with AsyncExitStack() as held:
+        held.enter_context(bank.other_jobs.one_job(names.values()))
         learners = {}
         for policy, name in names.items():
             learners[policy] = _learners()[spec.kind](spec_of(spec, policy), JobAdapter(bank, name))

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 from opentinker.services.trainer.bank.adamw import AdamSettings
 from opentinker.services.trainer.bank.adapter_bank import Rows
+from opentinker.services.trainer.bank.limits import NotFinite
+from opentinker.services.trainer.bank.mixed_batch import PieceResult
 from opentinker.shared.types.core import F32
 
 
@@ -45,6 +47,17 @@ class ForwardCommand(BankCommand):
     """Units."""
     loss_sum: float = 0.0
     logprobs: list[F32] = field(default_factory=list)
+
+    def take(self, result: PieceResult) -> ForwardResult | NotFinite | None:
+        """Add the result of its units in a pass, and return the answer if there is one now."""
+        self.loss_sum += result.loss
+        self.logprobs += result.logprobs
+        if not result.is_finite:
+            return NotFinite(
+                f"loss {result.loss}: the loss or its gradient is not finite, so the command is refused and its "
+                "gradient dropped; check advantages and log-probabilities, or load an earlier state of the adapter"
+            )
+        return ForwardResult(self.loss_sum, self.logprobs, self.waited_s) if self.done == self.units else None
 
 
 @dataclass(kw_only=True)

@@ -9,6 +9,7 @@ import asyncio
 import functools
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -31,7 +32,8 @@ from opentinker.services.trainer.bank.bank_commands import (
 )
 from opentinker.services.trainer.bank.copies import Copies
 from opentinker.services.trainer.bank.fair_queue import FairQueue, Waiting
-from opentinker.services.trainer.bank.limits import BankEnded, NotFinite
+from opentinker.services.trainer.bank.job_waits import JobWaits
+from opentinker.services.trainer.bank.limits import BankEnded
 from opentinker.services.trainer.bank.mixed_batch import PieceResult
 from opentinker.services.trainer.bank.pass_budget import PassBudget
 from opentinker.services.trainer.bank.pass_part import PassOptions, Unit
@@ -72,6 +74,7 @@ class BankLoop:
         """Tokens that went through passes."""
         self.waited_s = TenantTotals()
         """Seconds that commands waited for others'."""
+        self.other_jobs = JobWaits()
         self._recent: set[str] = set()
         """Adapters of the last pass that could have had more."""
 
@@ -137,7 +140,7 @@ class BankLoop:
         async with self._slots.adding(tenant):
             self._require_running()
             try:
-                await self._in_thread(add)
+                await self._in_thread(add, {tenant: 1.0})
             except asyncio.CancelledError:
                 with suppress(RuntimeError):  # the thread has ended, and with it the unstored adapter
                     self._thread.submit(undo)  # the only thread: after `add`, if that has begun
@@ -244,8 +247,14 @@ class BankLoop:
             isinstance(command, CallCommand) and command.removes and (command.running or not command.answer.cancelled())
         )
 
-    async def _in_thread(self, function: Callable[[], Any]) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+    async def _in_thread(self, function: Callable[[], Any], work: Mapping[str, float] | None = None) -> Any:
+        """`work`: what the others wait for meanwhile, by tenant, in tokens or commands."""
+        began = time.monotonic()
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+        finally:
+            if work:
+                self.other_jobs.count(self._queue.heads(), began, work)
 
     async def _run(self) -> None:
         """Consumes commands and produces their answers; waits for commands, and is woken by `_push`."""
@@ -306,7 +315,8 @@ class BankLoop:
             settings = [(waiting.adapter, settings) for waiting, settings in steps]
             results: Sequence[StepResult | Exception]
             try:
-                results = await self._in_thread(lambda: self.bank.optim_step(settings))
+                work = Counter(waiting.tenant for waiting, _ in steps)
+                results = await self._in_thread(lambda: self.bank.optim_step(settings), work)
             except Exception as error:
                 log.error("optimizer_step_failed", exc_info=error)
                 alone = error if len(steps) == 1 else OpenTinkerError(f"a step of several adapters: {error}")
@@ -328,7 +338,7 @@ class BankLoop:
     async def _carry_out_call(self, waiting: Waiting[BankCommand], command: CallCommand) -> None:
         command.running = True
         try:
-            self._answer(waiting, await self._in_thread(command.function))
+            self._answer(waiting, await self._in_thread(command.function, {waiting.tenant: 1.0}))
         except Exception as error:  # noqa: BLE001 - the caller gets it; the others are not affected
             self._answer(waiting, error)
 
@@ -360,13 +370,16 @@ class BankLoop:
             if isinstance(result, Exception):
                 await self._in_thread(functools.partial(self.bank.drop_partial, waiting.adapter))
                 self._answer(waiting, result)
-            else:
-                self._take_result(waiting, result)
+            elif isinstance(waiting.command, ForwardCommand) and (answer := waiting.command.take(result)) is not None:
+                self._answer(waiting, answer)
 
     async def _results(self, rows: Sequence[Rows]) -> list[PieceResult | Exception]:
         """Run a pass. If it raises, run its commands one at a time: the exception is the result of the one at fault."""
+        work = Counter[str]()
+        for part in rows:
+            work[self.bank.residency.owners[part.adapter]] += sum(unit.tokens for unit in part.units)
         try:
-            return list(await self._in_thread(lambda: self.bank.run_pass(rows)))
+            return list(await self._in_thread(lambda: self.bank.run_pass(rows), work))
         except Exception as error:  # noqa: BLE001 - the command gets it; the others are not affected
             traceback.clear_frames(error.__traceback__)  # they hold the activations
             failure = error
@@ -374,19 +387,6 @@ class BankLoop:
         if len(rows) == 1:
             return [failure]
         return [result for part in rows for result in await self._results([part])]
-
-    def _take_result(self, waiting: Waiting[BankCommand], result: PieceResult) -> None:
-        command = waiting.command
-        assert isinstance(command, ForwardCommand)
-        command.loss_sum += result.loss
-        command.logprobs += result.logprobs
-        if not result.is_finite:
-            self._answer(waiting, NotFinite(
-                f"loss {result.loss}: the loss or its gradient is not finite, so the command is refused and its "
-                "gradient dropped; check advantages and log-probabilities, or load an earlier state of the adapter"
-            ))  # fmt: skip
-        elif command.done == command.units:
-            self._answer(waiting, ForwardResult(command.loss_sum, command.logprobs, command.waited_s))
 
     def _answer(self, waiting: Waiting[BankCommand], result: object) -> None:
         self._queue.finish(waiting)

@@ -47,8 +47,13 @@ class JobAdapter:
 
     @property
     def waited_s(self) -> float:
-        """Seconds that its commands have waited for those of other jobs."""
+        """Seconds that its commands have waited for others."""
         return self.bank.waited_s[self.name]
+
+    @property
+    def other_jobs_s(self) -> float:
+        """Seconds of those in which the bank worked for other jobs, not for other policies of this one."""
+        return self.bank.other_jobs[self.name]
 
     def create(self, lora: LoraSpec, seed: int, *, deterministic: bool = False) -> None:
         """Add the adapter as a job with this seed begins; an earlier one of this name is removed."""

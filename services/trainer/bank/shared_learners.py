@@ -88,11 +88,20 @@ class SharedPolicy(PolicyModel):
         vectors, steps = read_checkpoint(self.adapter.read(), checkpoint, moments=moments)
         self.adapter.write(vectors, steps)
 
-    def without_waits(self, values: dict[str, float], began_s: float) -> dict[str, float]:
-        """Take the wait for passes of other jobs out of the step's time. `began_s`: the adapter's before the step."""
-        waited_s = self.adapter.waited_s - began_s
-        own_s = max(0.0, values["step_seconds"] - waited_s)
-        return {**values, "step_seconds": own_s, "trainer/bank_wait_seconds": waited_s}
+    @property
+    def waits(self) -> tuple[float, float]:
+        """Return the adapter's seconds of waiting so far, and those of them for other jobs."""
+        return self.adapter.waited_s, self.adapter.other_jobs_s
+
+    def without_waits(self, values: dict[str, float], began: tuple[float, float]) -> dict[str, float]:
+        """Take the wait for other passes out of the step's time. `began`: `waits` before the step."""
+        waited_s, others_s = (now - before for now, before in zip(self.waits, began, strict=True))
+        return {
+            **values,
+            "step_seconds": max(0.0, values["step_seconds"] - waited_s),
+            "trainer/bank_wait_seconds": waited_s,
+            "trainer/bank_other_jobs_seconds": others_s,
+        }
 
     def require_length(self, lengths: Sequence[int], subject: str) -> None:
         """Raise TooLong if there is a sequence, or a pair, of more tokens than a pass takes."""
@@ -185,8 +194,8 @@ class SharedRlLearner(RlLearner, SharedPolicy):
     def step(self, groups: list[Group], version: WeightVersion) -> dict[str, float]:
         lengths = [len(one.mask_T) for group in groups for one in group.trajectories]
         self.require_length(lengths, "the batch has a trajectory of")
-        began_s = self.adapter.waited_s
-        return self.without_waits(super().step(groups, version), began_s)
+        began = self.waits
+        return self.without_waits(super().step(groups, version), began)
 
     def _accumulate(self, micros: list[MicroBatch], record: StepRecord, *, first: bool) -> dict[str, Tensor]:
         parts: dict[int, tuple[StepRecord, dict[str, Tensor]]] = {}
@@ -231,8 +240,8 @@ class SharedRows(SupervisedLearner, SharedPolicy):
         super().prepare(examples, home)
 
     def step(self, batch: list[Example]) -> dict[str, float]:
-        began_s = self.adapter.waited_s
-        return self.without_waits(super().step(batch), began_s)
+        began = self.waits
+        return self.without_waits(super().step(batch), began)
 
     def _sums(self, batch: list[Example], *, backward: bool) -> tuple[dict[str, Tensor], dict[str, float]]:
         weight, parts = self.weight(batch), dict[int, dict[str, Tensor]]()

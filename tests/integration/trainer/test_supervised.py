@@ -146,7 +146,8 @@ async def test_epochs_use_every_row_as_often_and_say_how_many_steps_that_is(ctx:
 async def test_waits_for_other_jobs_of_a_shared_trainer_are_on_the_timeline(ctx: Context) -> None:
     class Waiting(Student):
         def step(self, batch: list[Example]) -> dict[str, float]:
-            return {**super().step(batch), "trainer/bank_wait_seconds": 0.25}
+            waits = {"trainer/bank_wait_seconds": 0.75, "trainer/bank_other_jobs_seconds": 0.25}
+            return {**super().step(batch), **waits}
 
     parts = await messages(ctx.bus, TIMELINE, job=JOB, worker=ctx.worker)
     job = await prepare(ctx, Waiting(), spec_of(train={"steps": 1}), rows(4))

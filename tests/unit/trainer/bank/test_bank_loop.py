@@ -6,6 +6,7 @@ import asyncio
 import math
 import re
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -72,6 +73,27 @@ async def test_eight_tenants_on_three_slots_equal_eight_single_runs(make_bank: M
             assert together[number] == pytest.approx(alone[number], rel=1e-3)
             one_step = TENANTS[number % len(TENANTS)][2] * math.sqrt(found.numel())
             assert (found - expected).norm() < 1e-2 * one_step
+
+
+async def test_waits_for_other_jobs_are_told_from_those_for_policies_of_the_same_job(
+    make_bank: MakeBank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bank = make_bank()
+    run_pass = bank.run_pass
+
+    def slow(rows: Sequence[Rows]) -> Sequence[PieceResult]:
+        time.sleep(0.05)
+        return run_pass(rows)
+
+    monkeypatch.setattr(bank, "run_pass", slow)
+    async with BankLoop(bank) as loop:
+        names = ("j.first", "j.second", "other")
+        with loop.other_jobs.one_job(names[:2]):
+            for name in names:
+                await loop.create(name, name, LORA, seed=0, deterministic=True)  # each has passes alone
+            await asyncio.gather(*(loop.run_units(name, name, some_units(0, rows=1), PassOptions()) for name in names))
+        assert loop.waited_s["j.second"] > 0.04 and loop.other_jobs["j.second"] == 0.0
+        assert loop.other_jobs["other"] > 0.08
 
 
 async def test_bad_commands_are_refused_and_change_nothing(make_bank: MakeBank) -> None:

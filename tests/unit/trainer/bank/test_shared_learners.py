@@ -50,6 +50,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "kl": {"loss": "ppo", "kl_coef": 0.1, "kl_in": "loss", "kl_estimator": "k2"},
     "rae": {"advantage": "rae"},
 }
+WAITS = {"trainer/bank_wait_seconds", "trainer/bank_other_jobs_seconds"}
 Share = Callable[..., SharedRlLearner]
 
 
@@ -243,7 +244,7 @@ def test_rows_are_learned_as_by_a_trainer_of_its_own(serve: Serve, kind: str, tm
         results.append((metrics, tensors(learner, tmp_path / f"saved-{type(learner).__name__}")))
     (expected, weights), (found, shared_weights) = results
     for one, other in zip(found, expected, strict=True):
-        assert one.keys() - {"trainer/bank_wait_seconds"} == other.keys()
+        assert one.keys() - WAITS == other.keys()
         for name in other.keys() - {"step_seconds"}:
             assert one[name] == pytest.approx(other[name], rel=1e-3, abs=1e-4), name
     assert gap(shared_weights, weights, "base_model") < 1e-4
