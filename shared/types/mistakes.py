@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -34,6 +34,11 @@ Mistake = dict[str, Any]
 
 def mistake(field: str, value: object, problem: str) -> Mistake:
     return {"field": field, "value": value, "problem": problem}
+
+
+def is_unknown(mistake: Mapping[str, Any], fields: Collection[str]) -> bool:
+    """Return whether it says that one of these settings is unknown."""
+    return mistake.get("field") in fields and str(mistake.get("problem", "")).startswith(UNKNOWN)
 
 
 class Mistakes(ValueError):

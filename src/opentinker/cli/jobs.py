@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import typer
@@ -131,10 +131,22 @@ def evaluate(
     else:
         spec = _evaluation(api, chosen, swap, steps or [])
     spec = changed(spec, changes or [])
+    begun = _accepted(api.sweep if is_sweep(spec) else api.submit, spec)
     if is_sweep(spec):
-        show_begun(api, api.sweep(spec), url, follow, as_json)
+        show_begun(api, begun, url, follow, as_json)
     else:
-        _begin(api, api.submit(spec), url, follow, as_json)
+        _begin(api, begun, url, follow, as_json)
+
+
+def _accepted(submit: Callable[[dict[str, Any]], Any], spec: dict[str, Any]) -> Any:
+    """Submit the spec of an evaluation; says so if the server is of an earlier release that cannot play it."""
+    from opentinker.sdk.evaluation_spec import older_server
+    from opentinker.sdk.http import ApiError
+
+    try:
+        return submit(spec)
+    except ApiError as error:
+        raise older_server(error) from None
 
 
 def _evaluation(api: Any, chosen: Sequence[str], swap: bool, steps: list[str]) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from typing import Any
 from opentinker.sdk.http import ApiError
 from opentinker.shared.spec.algorithm import AlgorithmSpec
 from opentinker.shared.types.core import part_id
+from opentinker.shared.types.errors import described
+from opentinker.shared.types.mistakes import is_unknown
 
 SAMPLED = ("temperature", "top_p", "top_k", "oversample", "opening_mismatch", "transcripts", "seed")
 """Settings of [rollout] that [evaluation] replaces."""
@@ -129,6 +131,21 @@ def trial_of(spec: Mapping[str, Any], groups: int) -> dict[str, Any]:
         "evaluation": {"temperature": 1.0, **sampled, "episodes": groups * size, "samples": size},
         "resources": {name: resources[name] for name in RESOURCES if name in resources},
     }
+
+
+def older_server(error: ApiError) -> ApiError:
+    """Return the server's refusal of such a spec, in words if it does not know SIDES. The settings are not left out
+    instead: without them the server would count other players as opponents than in training."""
+    unknown = [one for one in error.mistakes if is_unknown(one, [f"evaluation.{name}" for name in SIDES])]
+    if not unknown:
+        return error
+    names = " and ".join(sorted(str(one["field"]) for one in unknown))
+    others = [f"  {described(one)}" for one in error.mistakes if one not in unknown]
+    what = (
+        f"the server is of an earlier release, which does not know {names}: it would take teammates, or judges, for "
+        "opponents. Upgrade the server; or evaluate with the `opentinker` of its release, which does just that"
+    )
+    return ApiError("\n".join([what, *others]), error.status)
 
 
 def _check_like(job: Mapping[str, Any]) -> None:

@@ -9,8 +9,11 @@ import typer
 from typer.testing import CliRunner
 
 import opentinker.client
-from opentinker.cli import app, environments
+from opentinker.cli import app, environments, jobs
 from opentinker.cli.shell import complete
+from opentinker.client import ApiError
+from opentinker.shared.spec import EvaluationSpec
+from tests.support.factories import make_spec
 
 
 class OlderServer:
@@ -45,3 +48,55 @@ def test_environments_are_completed(monkeypatch: pytest.MonkeyPatch) -> None:
     about = typer.main.get_command(app).commands["env"].commands["about"]  # type: ignore[attr-defined]
     context = about.make_context("about", ["--url", "http://127.0.0.1:1", "ban"], resilient_parsing=True)
     assert complete.environments(context, "ban") == [("bandit", "built in")]
+
+
+class OlderGames(OlderServer):
+    """Its spec has neither evaluation.team nor evaluation.opponents."""
+
+    def job(self, id: str) -> dict[str, Any]:
+        together = {"algorithm": {"team": {"us": ["x", "y"]}}}
+        spec = make_spec(
+            policies={"a": together, "b": together},
+            seats={"x": {"policy": "a"}, "y": {"policy": "b"}, "z": {"bot": "random"}},
+            train={"learner": "torch", "steps": 3},
+        )
+        return {"id": id, "kind": "rl", "spec": spec.model_dump(mode="json")}
+
+    def submit(self, spec: dict[str, Any]) -> dict[str, Any]:
+        mistakes = [
+            {"field": f"evaluation.{name}", "value": value, "problem": "unknown setting"}
+            for name, value in spec["evaluation"].items()
+            if name not in EvaluationSpec.model_fields
+        ]
+        if spec["evaluation"]["episodes"] > 1000:
+            mistakes.append({"field": "evaluation.episodes", "value": 2000, "problem": "must be at most 1000"})
+        if mistakes:
+            title = {"title": "the spec has mistakes", "errors": mistakes}
+            raise ApiError("the spec has mistakes\n  evaluation.team: unknown setting", 422, title)
+        return {"id": "j-9876543210", "state": "queued", "name": spec["name"], "kind": "eval"}
+
+    def sweep(self, spec: dict[str, Any]) -> dict[str, Any]:
+        return self.submit(spec)
+
+
+@pytest.mark.parametrize("steps", [[], ["--at", "3", "--at", "6"]])
+def test_an_evaluation_of_a_game_that_it_cannot_count_is_refused_in_words(
+    monkeypatch: pytest.MonkeyPatch, steps: list[str]
+) -> None:
+    monkeypatch.setattr(jobs, "client", OlderGames)
+    refused = CliRunner().invoke(app, ["eval", "j-0123456789", *steps])
+    told = str(refused.exception)
+    assert isinstance(refused.exception, ApiError) and refused.exception.status == 422
+    assert told.startswith("the server is of an earlier release") and "Upgrade the server" in told
+    assert "evaluation.opponents and evaluation.team" in told and "unknown setting" not in told
+    both = CliRunner().invoke(app, ["eval", "j-0123456789", *steps, "--set", "evaluation.episodes=2000"])
+    assert str(both.exception).endswith("\n  evaluation.episodes = 2000: must be at most 1000")
+
+
+def test_other_refusals_of_an_evaluation_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: object, __: dict[str, Any]) -> dict[str, Any]:
+        raise ApiError("no", 422, {"errors": [{"field": "evaluation.team", "value": 1, "problem": "must be a table"}]})
+
+    monkeypatch.setattr(OlderGames, "submit", refuse)
+    monkeypatch.setattr(jobs, "client", OlderGames)
+    assert str(CliRunner().invoke(app, ["eval", "j-0123456789"]).exception) == "no"
