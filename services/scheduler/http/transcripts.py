@@ -54,7 +54,9 @@ def by_outcome(
     """Return the transcripts that `read` has found, each with its outcome and opponent: those with this `outcome` (or
     `all`) and this opponent (empty: any); and the number of each outcome, without the filter. `policy`: the evaluated
     one, of a job with several."""
-    solved_at = (spec.get("evaluation") or spec.get("validation") or {}).get("solved_at", 1.0)
+    exam = spec.get("evaluation") or spec.get("validation") or {}
+    solved_at = exam.get("solved_at", 1.0)
+    _add_states(found["transcripts"], exam.get("episodes", 0), exam.get("samples", 1))
     others = _other_players(spec.get("seats") or {}, policy)
     counts = dict.fromkeys(OUTCOME_NAMES[:2], 0)
     opponents: dict[str, dict[str, int]] = {}
@@ -73,6 +75,14 @@ def by_outcome(
         if outcome in ("all", *ended) and opponent in ("", one.get("opponent")):
             kept.append(one)
     return {**found, "outcomes": counts, "opponents": opponents, "transcripts": kept}
+
+
+def _add_states(transcripts: list[dict[str, Any]], episodes: int, samples: int) -> None:
+    """Add the start state and the sample to episodes of earlier releases, which have them in the order of all episodes
+    alone: opponent by opponent. `episodes`, `samples`: of an evaluation against one."""
+    for one in transcripts:
+        if "opponent" in one and "state" not in one and episodes:
+            one["state"], one["sample"] = divmod(one["index"] % (episodes * samples), samples)
 
 
 def _other_players(seats: Mapping[str, Mapping[str, Any]], policy: str) -> str:

@@ -15,13 +15,15 @@ from opentinker.cli.artifacts import games_won
 from opentinker.client import ApiError, answers
 from opentinker.services.scheduler.http.transcripts import by_outcome
 from opentinker.shared.api_types import Category
+from opentinker.shared.evaluation.records import transcript_of
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.runtime.telemetry import MetricSource
-from opentinker.shared.spec import parse_spec
+from opentinker.shared.spec import EvaluationSpec, parse_spec
 from opentinker.shared.state.admission import Admission
 from opentinker.shared.state.store import Store
-from opentinker.shared.types.core import part_id
+from opentinker.shared.types.core import Ending, WeightVersion, part_id
+from opentinker.shared.types.evaluation import EvalResult
 from opentinker.shared.types.pools import PoolRecord
 from tests.conftest import until
 from tests.integration.client.test_job_commands import on, run
@@ -210,6 +212,30 @@ def test_opponents_are_those_who_play_the_other_seats(seats: dict[str, Any], pol
     judged = by_outcome(found, {"evaluation": {"solved_at": 1.0}, "seats": seats}, policy, "all", "")
     assert list(judged["opponents"]) == [opponent]
     assert [one.get("opponent", "") for one in judged["transcripts"]] == [opponent, ""], "the second is no game"
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_episodes_of_an_earlier_release_have_their_start_states(samples: int) -> None:
+    """The page pairs episodes of two runs by start state, sample and opponent."""
+    plan = EvaluationSpec(episodes=3, samples=samples, temperature=1.0)
+    results = [
+        EvalResult(job="j", version=WeightVersion(1, 5), index=index, worker="w", ending=Ending.ENV_DONE, reward=1.0)
+        for index in range(2 * plan.total)
+    ]
+    newer = [transcript_of(result, plan, ["weak", "strong"]) for result in results]
+    older = [{name: value for name, value in one.items() if name not in ("state", "sample")} for one in newer]
+    spec = {"validation": plan.model_dump(mode="json"), "seats": {"O": {"bot": "weak"}}}
+    for stored in (older, newer):
+        read = by_outcome({"transcripts": [dict(one) for one in stored]}, spec, "", "all", "")["transcripts"]
+        found = [(one["state"], one["sample"], one["opponent"]) for one in read]
+        assert found == [
+            (state, sample, opponent)
+            for opponent in ("weak", "strong")
+            for state in range(3)
+            for sample in range(samples)
+        ]
+    alone = {"transcripts": [line(1, 1.0)]}
+    assert "state" not in by_outcome(alone, {"validation": plan.model_dump()}, "", "all", "")["transcripts"][0]
 
 
 def test_episodes_without_other_players_are_solved_or_not() -> None:
