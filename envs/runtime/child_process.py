@@ -12,6 +12,7 @@ import contextlib
 import os
 import signal
 import socket
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
@@ -115,7 +116,8 @@ class EnvironmentChild:
         """Play one call. If it is cancelled while the child is busy with it, the child is killed."""
         if self.gone:
             return ChildAnswer(0, failure("", Ending.ENV_ERROR, f"the environment's process is gone: {self.gone}"))
-        serial = self._serial = self._serial + 1
+        serial, began = self._serial + 1, time.monotonic()
+        self._serial = serial
         self._waiting[serial] = waiting = asyncio.get_running_loop().create_future()
         self._send(frame(ChildCall(serial, verb, msgspec.Raw(codec.encode(body)))))
         try:
@@ -123,7 +125,8 @@ class EnvironmentChild:
         except asyncio.CancelledError:
             playing, oldest = next(iter(self._waiting.items()), (0, waiting))
             if playing == serial or (playing and oldest.cancelled()):
-                self.kill(f"it was killed because {verb} did not return in time in one of its sessions")
+                took_s = time.monotonic() - began
+                self.kill(f"it was killed because {verb} of one of its sessions had not returned after {took_s:.1f} s")
             raise
         return answer
 

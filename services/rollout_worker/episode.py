@@ -112,7 +112,7 @@ class Episode:
                 ending = await self._play(worker, reply)
         except TimeoutError:
             late = Ending.TIMEOUT if self.state == "GENERATING" else Ending.ENV_TIMEOUT
-            raise EpisodeFailed(late, lateness(limit, self.state, self.turn)) from None
+            raise EpisodeFailed(late, lateness(limit, self.state, worker, self.turn)) from None
         except EngineLost:
             raise  # not this episode's failure: the process ends and the ticket goes elsewhere
         except EngineError as error:

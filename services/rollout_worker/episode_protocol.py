@@ -17,6 +17,15 @@ Busy = Callable[[str], AbstractContextManager[object]]
 """Context manager by lane (`generation`, `env`), entered while the episode waits for that lane."""
 
 
+def described_wait(state: str, worker: str | None, turn: int) -> str:
+    """Return what an episode waits for in a state, and what makes such waits shorter. `worker`: that it plays on."""
+    if state == "GENERATING":
+        return f"it waited for the engine in turn {turn}; see rollout.max_tokens and rollout.max_concurrent_groups"
+    if worker is None:
+        return "it waited for the environment to open; see the time of its open(), and add env workers if all are full"
+    return f"it waited for turn {turn} of the environment on {worker}"
+
+
 class EpisodeFailed(Exception):
     """An ordinary outcome: the sample is tried again, then its group is failed with this reason."""
 
@@ -27,10 +36,9 @@ class EpisodeFailed(Exception):
         super().__init__(f"{ending}: {error}")
 
 
-def lateness(limit: TimeLimit, state: str, turn: int) -> str:
+def lateness(limit: TimeLimit, state: str, worker: str | None, turn: int) -> str:
     """Return what an episode waits for whose time is over."""
-    awaited = "the model" if state == "GENERATING" else "the environment"
-    text = f"no end after {limit.limit_s:g} s: turn {turn} waits for {awaited} (state {state})"
+    text = f"no end within rollout.episode_timeout_s = {limit.limit_s:g}: {described_wait(state, worker, turn)}"
     if limit.stopped_s:
         text += f"; the {limit.stopped_s:.0f} s in which the engine slept for steps of the trainer do not count"
     return text

@@ -149,7 +149,7 @@ class UrlPlayer:
                     raise UrlFailed(f"{self.name} answered in an encoding that was not asked for")
                 return self._choice(response, await _read_limited(response))
         except TimeoutError:  # some are errors of aiohttp too
-            raise _TryAgain(f"no answer in time (timeout_s = {self._timeout_s:g})") from None
+            raise _TryAgain(f"no answer in time (timeout_s = {self._timeout_s:g} of its seat)") from None
         except (aiohttp.ClientError, OSError) as error:
             refused = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
             if isinstance(refused, EgressRefused):

@@ -89,7 +89,7 @@ class EnvClient:
         """
         deadline = time.monotonic() + request.deadline_s
         give_up = deadline - min(1.0, 0.1 * request.deadline_s)
-        backoff, why = Backoff(0.02, 1.0, factor=1.5), "it did not answer in time"
+        backoff, why = Backoff(0.02, 1.0, factor=1.5), "no env worker answered in time"
         call, keys, nobody = self._way(request.environment, request.isolation)
         imported_s = 0.0
         while (now := time.monotonic()) < give_up:
@@ -119,7 +119,7 @@ class EnvClient:
                 why = nobody
             except NoReply:
                 if within_s == self._ask_s:  # the last ask may be too short to say anything
-                    why = "it did not answer in time"
+                    why = f"no env worker answered within {within_s:.1f} s"
             except WireError as error:
                 return _failed("", Ending.ENV_BAD_REPLY, str(error))
             await asyncio.sleep(now + backoff.delay_s() - time.monotonic())
@@ -188,7 +188,7 @@ class EnvClient:
                 return await self.step(worker, StepSession(session=session, turn=turn, text="", stop=StopReason.EOS))
         except TimeoutError:
             await self.close(worker=worker, session=session)
-            return _failed(worker, Ending.ENV_LOST, "it did not answer in time")
+            return _failed(worker, Ending.ENV_LOST, f"{worker} did not open it within {within_s:.1f} s")
         except asyncio.CancelledError:
             await self.close(worker=worker, session=session)
             raise

@@ -265,7 +265,11 @@ async def test_two_seats_are_rewarded_each_for_itself_and_their_streams_count_on
     ("how", "ending", "words"),
     [
         ("raise", "env_error", "the board is on fire"),
-        ("hang", "env_timeout", r"the episode's [\d.]+ s were over|no end after 2 s|did not answer in time"),
+        (
+            "hang",
+            "env_timeout",
+            r"the episode's [\d.]+ s were over|no end within rollout.episode_timeout_s = 2|no env worker answered",
+        ),
         ("nan", "env_bad_reply", "must be finite, not nan"),
     ],
 )

@@ -69,7 +69,9 @@ class McpConnection:
                 await asyncio.shield(one._opened)
         except TimeoutError:
             await one.close()
-            raise NoTools(f"MCP server {one.name!r} did not answer within {spec.timeout_s:g} s") from None
+            raise NoTools(
+                f"MCP server {one.name!r} did not answer within {spec.timeout_s:g} s, its timeout_s"
+            ) from None
         except BaseException:
             await one.close()
             raise

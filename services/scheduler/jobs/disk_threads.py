@@ -27,4 +27,6 @@ async def on_disk(ctx: Context, call: Callable[P, T], *args: P.args, **options: 
         async with asyncio.timeout(ctx.disk_s):
             return await asyncio.wrap_future(running)
     except TimeoutError:
-        raise ReferencesAway(f"a file system that the spec names has not answered within {ctx.disk_s:g} s") from None
+        raise ReferencesAway(
+            f"a file system that the spec names did not answer within {ctx.disk_s:g} s; retry"
+        ) from None

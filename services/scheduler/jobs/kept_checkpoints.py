@@ -93,7 +93,9 @@ async def _within(limit_s: float, keeping: asyncio.Future[list[dict[str, Any]]],
         async with asyncio.timeout(limit_s):
             return await keeping
     except TimeoutError:
-        raise ReferencesAway(f"checkpoints that the spec names were not {done} within {limit_s:g} s") from None
+        raise ReferencesAway(
+            f"checkpoints that the spec names were not {done} within {limit_s:g} s; submit it again"
+        ) from None
 
 
 @contextlib.asynccontextmanager

@@ -77,7 +77,8 @@ class RankListener:
                 if time.monotonic() > deadline:
                     rank = min(missing)
                     worker = self._worker_of[rank]
-                    self.fail(RankLost(f"rank {rank} on {worker} did not connect within {timeout_s:g} s", worker))
+                    late = f"rank {rank} on {worker} did not connect within {timeout_s:g} s"
+                    self.fail(RankLost(f"{late} to {self.host}:{self.port}; can its machine reach that?", worker))
                     break
                 try:
                     connection, _ = listener.accept()

@@ -66,11 +66,18 @@ async def formed(ctx: Context, lease: Lease) -> AsyncIterator[RankListener | Non
 
 
 async def call_members(ctx: Context, lease: Lease, listener: RankListener) -> None:
+    missing = {share.worker for share in lease.group[1:]}
+
+    async def call(share: RankShare) -> None:
+        await _call(ctx, lease, listener, share)
+        missing.discard(share.worker)
+
     try:
         async with asyncio.timeout(MEET_S):
-            await gather_all([_call(ctx, lease, listener, share) for share in lease.group[1:]])
+            await gather_all([call(share) for share in lease.group[1:]])
     except TimeoutError:
-        listener.fail(RankLost(f"not all trainers of its group took their ranks within {MEET_S:g} s"))
+        who = ", ".join(sorted(missing))
+        listener.fail(RankLost(f"trainers of its group did not take their ranks within {MEET_S:g} s: {who}"))
 
 
 async def _call(ctx: Context, lease: Lease, listener: RankListener, share: RankShare) -> None:

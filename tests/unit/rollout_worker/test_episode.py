@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from opentinker.services.rollout_worker.engines.base import Completion
 from opentinker.services.rollout_worker.engines.toy import ToyEngine
 from opentinker.services.rollout_worker.episode import turn_seed
+from opentinker.services.rollout_worker.episode_protocol import described_wait
 from opentinker.services.rollout_worker.renderer import Renderer
 from opentinker.services.rollout_worker.token_stream import merge
 from opentinker.shared.spec import ToySpec
@@ -203,7 +204,7 @@ async def test_an_episode_that_is_late_says_what_it_waits_for() -> None:
 
     failed = await failure_of(episode(Sleeper([]), Env([reply("q")]), rollout__episode_timeout_s=0.05))
     assert failed.ending == Ending.TIMEOUT
-    assert "no end after 0.05 s: turn 0 waits for the model" in failed.error
+    assert "no end within rollout.episode_timeout_s = 0.05: it waited for the engine in turn 0" in failed.error
     assert "the 1 s in which the engine slept for steps of the trainer do not count" in failed.error
 
 
@@ -211,7 +212,21 @@ async def test_hanging_environment_ends_at_the_deadline() -> None:
     env = Env([reply("q")], hang=True)
     failed = await failure_of(episode(Script([say("a$")]), env, rollout__episode_timeout_s=0.05))
     assert (failed.ending, env.closed) == (Ending.ENV_TIMEOUT, 1)
-    assert failed.error == "no end after 0.05 s: turn 0 waits for the environment (state INTERACTING)"
+    assert failed.error == (
+        "no end within rollout.episode_timeout_s = 0.05: it waited for turn 0 of the environment on env-0"
+    )
+
+
+@pytest.mark.parametrize(
+    ("state", "worker", "said"),
+    [
+        ("PENDING", None, "the environment to open"),
+        ("GENERATING", "env-0", "the engine in turn 7"),
+        ("INTERACTING", "env-0", "turn 7 of the environment on env-0"),
+    ],
+)
+def test_an_episode_that_is_late_says_what_it_waited_for(state: str, worker: str | None, said: str) -> None:
+    assert f"it waited for {said}" in described_wait(state, worker, 7)
 
 
 async def test_spans_are_shifted_to_the_trajectory_and_cover_every_sampled_token() -> None:

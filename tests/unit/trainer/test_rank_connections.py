@@ -10,11 +10,13 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing, suppress
+from types import SimpleNamespace
 
+import msgspec
 import pytest
 import structlog
 
-from opentinker.services.trainer.distributed import member_ranks, rank_connections, rank_listener
+from opentinker.services.trainer.distributed import member_ranks, rank_connections, rank_listener, trainer_group
 from opentinker.services.trainer.distributed.member_ranks import MemberRanks
 from opentinker.services.trainer.distributed.rank_connections import RankLost
 from opentinker.services.trainer.distributed.rank_listener import RankListener
@@ -22,7 +24,7 @@ from opentinker.services.trainer.distributed.rank_processes import RankProcesses
 from opentinker.services.trainer.distributed.rank_protocol import HEAD, Done, FromRank, Gather, Hello, frame
 from opentinker.shared.types.core import Lease, Pool
 from opentinker.shared.types.errors import OpenTinkerError
-from opentinker.shared.types.trainer_group import JoinRanks, RankShare
+from opentinker.shared.types.trainer_group import JoinRanks, JoinReply, RankShare
 
 HERE, WAIT_S = "127.0.0.1", 90.0
 SHARES = (RankShare("trainer-0", "a", 2), RankShare("trainer-1", "b", 1))
@@ -141,8 +143,22 @@ def test_only_who_has_the_token_becomes_a_rank(listener: RankListener, monkeypat
         connection.close()
 
 
+async def test_members_that_do_not_take_their_ranks_are_named(
+    listener: RankListener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Bus:
+        async def request(self, _: object, __: object, ___: float, *, worker: str) -> JoinReply:
+            return JoinReply(error="" if worker == "trainer-1" else "has another job", later=worker != "trainer-1")
+
+    monkeypatch.setattr(trainer_group, "MEET_S", 0.1)
+    lease = msgspec.structs.replace(LEASE, group=(*SHARES, RankShare("trainer-2", "c", 1)))
+    await trainer_group.call_members(SimpleNamespace(bus=Bus()), lease, listener)  # type: ignore[arg-type]
+    with pytest.raises(RankLost, match=r"did not take their ranks within 0.1 s: trainer-2$"):
+        listener.accept(WAIT_S)
+
+
 def test_who_does_not_come_is_named_and_a_released_job_waits_for_nobody(listener: RankListener) -> None:
-    with pytest.raises(RankLost, match=r"rank 2 on trainer-1 did not connect within 0.1 s"):
+    with pytest.raises(RankLost, match=r"rank 2 on trainer-1 did not connect within 0.1 s to .*can its machine reach"):
         RankListener(HERE, SHARES).accept(0.1)
     threading.Timer(0.1, listener.close).start()
     with pytest.raises(OpenTinkerError, match="released"):

@@ -91,7 +91,7 @@ async def test_sessions_beside_a_hung_one_in_the_same_child_end_with_a_reason(ho
     beside = await sessions.step(step(0, session="n"))
     assert (await hung).failure == Ending.ENV_TIMEOUT
     assert beside.failure == Ending.ENV_ERROR
-    assert "did not return in time in one of its sessions" in beside.error
+    assert "step of one of its sessions had not returned after " in beside.error
     fresh = await sessions.open(opening(session="third", environment=BLOCKING))
     assert fresh.failure is None
     await sessions.drain(0.01)
