@@ -19,7 +19,7 @@ Decode = Callable[[str, list[int]], str]
 
 
 class Opening(NamedTuple):
-    """What the player of a seat saw before its first turn."""
+    """The tokens and images that the player of a seat saw before its first turn."""
 
     seat: str
     policy: str
@@ -34,7 +34,7 @@ class Sample(NamedTuple):
     number: int
     """Among those that were started for the group."""
     openings: Sequence[Opening]
-    """Of the seat that acted first, or of all that did so at the same time."""
+    """Openings of the seats that acted first; several if they acted at the same time."""
     trajectories: list[Trajectory]
     """One per seat and stream."""
 
@@ -45,7 +45,7 @@ def opening_of(stream: Stream) -> Opening:
 
 
 def opening_mismatch_of(ticket: Ticket, ended: Sequence[Sample], seats: SeatMap) -> str:
-    """Compare how samples began; where players rotate, those in which everybody plays the same seats."""
+    """Compare how samples began; where players rotate, among samples in which each plays the same seats."""
     alike: dict[tuple[str, ...], list[Sequence[Opening]]] = {}
     for sample in ended:
         alike.setdefault(seats.turned(ticket.row, sample.number).players, []).append(sample.openings)

@@ -33,7 +33,7 @@ class ModelSize(NamedTuple):
 
     hidden: int
     inner: int
-    """Of the feed-forward layer; in a model with experts of those of a token together."""
+    """Width of the feed-forward layer; in a model with experts, of all experts of a token together."""
     layers: int
     queries: int
     """Heads times the numbers of a head."""
@@ -113,7 +113,7 @@ class TrainingMemory(NamedTuple):
 
     @property
     def rest(self) -> int:
-        """What stays between steps. A version is sent while the next one is made."""
+        """Bytes that stay between steps, with two snapshots: one is sent while the next is made."""
         return self.weights + self.moments + self.shares + 2 * self.snapshot
 
 
@@ -147,7 +147,7 @@ def training_bytes(spec: JobSpec, size: ModelSize, ranks: int | None = None, *, 
 
 
 def _longest(spec: JobSpec) -> int:
-    """Return the tokens of the longest sequence, as far as the spec says; it has a pass of its own."""
+    """Return the tokens of the longest sequence, as far as the spec bounds it; a pass may contain it alone."""
     rows = spec.data.max_length if spec.data is not None else None
     return max(spec.rollout.context_length or 0, rows or 0)
 

@@ -90,14 +90,14 @@ class EvaluationSpec(SpecPart):
 
 
 class EvalJobSpec(EvaluationSpec):
-    """What a job of kind eval says of its players beyond [seats], so that the same ones win and lose as in training."""
+    """Settings of a job of kind eval that tell teammates and opponents apart, so that games count as in training."""
 
     team: SeatLists | None = None
-    """Teams, as in [algorithm]: who is in one with the evaluated model is no opponent of it."""
+    """Teams, as in [algorithm]: a player in a team with the evaluated model is not its opponent."""
     opponents: Annotated[list[SeatEntry], Field(max_length=MAX_SEATS)] = []
-    """Entries of [seats] whose players are opponents as other policies are in training, except teammates: beside them
-    all others are neutral, as a judge is. `opentinker eval` names the seats of policies here. By default all players
-    outside the team are opponents, but nobody is of a model that plays several seats which are no team."""
+    """Entries of [seats] whose players are opponents, unless they are teammates; all players that are not named here
+    are neutral, such as a judge. `opentinker eval` names the seats of policies. By default all players outside the team
+    are opponents; a model that plays several seats without a team has none."""
 
 
 class OpponentSpec(SeatSpec):

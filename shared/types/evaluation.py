@@ -59,7 +59,7 @@ class EvalResult(msgspec.Struct, frozen=True, kw_only=True):
     sampled_by: list[WeightVersion] = []
     """The versions that its tokens come from: no other than `version` counts. Empty: the policy had no turn."""
     opponent: WeightVersion | None = None
-    """The oldest weights of the opponent, where it is a policy: it makes steps meanwhile."""
+    """The oldest weights of an opponent that is a policy, and may have trained during the episode."""
     ending: Ending
     error: str = ""
     reward: float = 0.0

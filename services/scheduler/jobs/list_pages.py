@@ -1,5 +1,5 @@
 """Pages of a filtered or sorted list of jobs or sweeps. A cursor carries the place where its page ended, so that the
-next page goes on there although the last job has changed, left the filter, or been deleted since."""
+next page continues there even if the last job has since changed, left the filter or been deleted."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _start(rows: Sequence[ListRow], chosen: Sequence[ListRow], wanted: ListQuery
         if place is None:
             raise unknown_cursor(before, what)
         return bisect_left(chosen, True, key=lambda row: _is_behind(row, place, wanted))
-    except (ValueError, TypeError, msgspec.MsgspecError):  # nobody got this cursor from here
+    except (ValueError, TypeError, msgspec.MsgspecError):  # no page of ours ended with this cursor
         raise unknown_cursor(before, what) from None
 
 

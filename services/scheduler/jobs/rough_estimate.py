@@ -30,8 +30,8 @@ PROMPT_SHARE = 2.0
 
 
 SIMULATED = (
-    "simulated, for no job like it has run here: with the spec's own durations of tokens, swaps and steps, the longest "
-    "answers that it allows, and an environment that takes no time"
+    "simulated, because no job like it has run here: with the spec's own durations of tokens, swaps and steps, the "
+    "longest answers that it allows, and an environment that takes no time"
 )
 SIMULATED_TURNS = 3_000
 """Turns that are simulated at most, within about 0.3 s, and groups that are played at the same time."""
@@ -50,10 +50,10 @@ class _Phases(NamedTuple):
 def rough_estimate(
     settings: Settings, spec: JobSpec, steps: int, measured: Sequence[Measured] = ()
 ) -> JobEstimate | None:
-    """Return what a job of this spec takes, of so many steps; None for a job without an end, partly simulated
+    """Return the estimate of a job with this spec and number of steps; None for a job without an end, partly simulated
     without durations, simulated with several policies, or with a model of unknown size. `like` is empty. Blocking.
 
-    `measured`: earlier jobs of its kind, of any model; the result is as much longer as they took longer than this.
+    `measured`: earlier jobs of its kind, of any model; the result is longer in proportion to how much longer they took.
     """
     if spec.kind in ("inference", "tinker") or not steps:
         return None
@@ -69,25 +69,25 @@ def rough_estimate(
         return _estimate(settings, spec, steps, seconds, found.basis)
     factor, low, high = median(ratios), ratios[0], ratios[-1]
     took = f"{low:.3g}" if len(ratios) == 1 else f"{low:.3g} to {high:.3g}"
-    others = f"{plural(len(ratios), 'other job')} of its kind took {took} times as long as by such figures"
-    basis = f"{found.basis}; times {factor:.3g}, for {others}"
+    others = f"{plural(len(ratios), 'other job')} of its kind took {took} times as long as such figures say"
+    basis = f"{found.basis}; times {factor:.3g}, because {others}"
     made = _estimate(settings, spec, steps, seconds * factor, basis)
     return {**made, "seconds_low": seconds * low, "seconds_high": seconds * high}
 
 
 def _ratios(measured: Sequence[Measured]) -> Iterator[float]:
-    """Yield by how much longer than by round figures a step of each job took."""
+    """Yield the ratio of the measured time of a step of each job to that by round figures."""
     for one in measured:
         try:
             spec = read_stored(one.job.spec)
-        except SpecError:  # of an earlier release, which this one would refuse: it tells nothing
+        except SpecError:  # stored by an earlier release and refused by this one: not compared
             continue
         if found := _step(spec, max(one.job.step, one.job.steps)):
             yield one.seconds * step_size(one.job.spec) / found.seconds
 
 
 class _Step(NamedTuple):
-    """Of an eval job, an episode."""
+    """A step, or an episode of an eval job."""
 
     seconds: float
     basis: str
@@ -115,7 +115,7 @@ def _step(spec: JobSpec, steps: int) -> _Step | None:
     uses = ((spec.resources.rollout_gpus, _samplers(spec)), (spec.resources.trainer_gpus, spec.kind != "eval"))
     on = " and ".join(dict.fromkeys((GPU if gpus else CPU).name for gpus, there in uses if there))
     long = f"rows of {_tokens(spec.data):.3g} tokens" if spec.data is not None else "the longest answers that it allows"
-    basis = f"assumed, for no job like it has run here: {models} on {on}, and {long}"
+    basis = f"assumed, because no job like it has run here: {models} on {on}, and {long}"
     return _Step(step_s / (steps if spec.kind == "eval" else 1), basis)
 
 

@@ -130,7 +130,7 @@ async def test_what_nothing_like_it_has_run_is_simulated_by_its_own_durations(ct
     own |= {"train__learner": "simulated", "train__simulated_step_s": 0.5, "rollout__max_turns": 1}
     own |= {"algorithm__max_staleness": 0, "algorithm__group_size": 2, "algorithm__groups_per_batch": 2}
     found = await estimated(ctx, spec_of(**own))
-    assert found is not None and found["like"] == [] and found["basis"].startswith("simulated, for no job like it")
+    assert found is not None and found["like"] == [] and found["basis"].startswith("simulated, because no job like it")
     assert found["seconds"] == pytest.approx(150.0), "each of 100 steps samples for a second and trains for half of one"
     assert found["seconds_low"] == found["seconds_high"] == found["seconds"]
     wide = {"rollout__max_concurrent_groups": 64, "resources__rollout_workers": 64}
@@ -258,7 +258,7 @@ async def test_round_figures_are_corrected_by_what_jobs_with_other_models_took(
     assert found["seconds"] == pytest.approx(13 * 2 * by_figures * 3), "twice the parameters"
     assert (found["seconds_low"], found["seconds_high"]) == pytest.approx((52 * by_figures, 130 * by_figures))
     assert found["basis"].endswith(
-        "; times 3, for 3 other jobs of its kind took 2 to 5 times as long as by such figures"
+        "; times 3, because 3 other jobs of its kind took 2 to 5 times as long as such figures say"
     )
     assert found["worker_s"] == pytest.approx(found["seconds"])
 
@@ -275,6 +275,6 @@ async def test_an_evaluation_plays_as_many_episodes_at_once_as_it_has_places(ctx
     assert found["seconds"] == pytest.approx(4 * 100 * token_s), "30 episodes, 8 at once"
     toy = {**evaluated["rollout"], "engine": "toy", "toy": {"seconds_per_token": 0.01}}
     simulated = await estimated(ctx, {**evaluated, "rollout": toy})
-    assert simulated is not None and simulated["basis"].startswith("simulated, for no job like it")
+    assert simulated is not None and simulated["basis"].startswith("simulated, because no job like it")
     assert simulated["seconds"] == pytest.approx(4.0) and simulated["worker_s"] == pytest.approx(8.0)
     assert await estimated(ctx, {**evaluated, "rollout": {**toy, "toy": {}}}) is None, "its tokens take no time"
