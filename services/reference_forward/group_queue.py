@@ -156,6 +156,16 @@ class GroupQueue:
     def jobs_waiting_for(self, key: ModelKey) -> set[str]:
         return {work.group.job for work in self.queues.get(key, ())}
 
+    def waits(self, loaded: Container[ModelKey]) -> dict[str, tuple[float, bool]]:
+        """Return by job since when (Unix time) groups have waited for a pass, and whether the models that they wait for
+        are loaded."""
+        found: dict[str, tuple[float, bool]] = {}
+        for key, queue in self.queues.items():
+            for work in queue:
+                since, is_loaded = found.get(work.group.job, (work.queued, True))
+                found[work.group.job] = min(since, work.queued), is_loaded and key in loaded
+        return found
+
     def release(self, work: QueuedGroup) -> None:
         """Forget a group that was acknowledged or returned."""
         self.in_flight.discard(work)

@@ -33,14 +33,14 @@ from opentinker.services.reference_forward.model_cache import ModelCache
 from opentinker.services.reference_forward.model_loader import MODEL_ERRORS, ModelLoader, describe_error
 from opentinker.services.reference_forward.required_models import ModelKey, find_models
 from opentinker.services.reference_forward.results import add_results
-from opentinker.shared.asyncio_tools import Notifier, sleep, wait_event
+from opentinker.shared.asyncio_tools import Notifier, every, sleep, wait_event
 from opentinker.shared.data.readable_paths import check_opened
 from opentinker.shared.messaging.bus import ACK_WAIT_S, ConsumerDeleted, Delivery, StreamFull, TooLarge
 from opentinker.shared.messaging.subjects import GROUP, SCORE, SCORES, Subject
 from opentinker.shared.runtime.gpus import visible
 from opentinker.shared.runtime.service import Context, first_failure
 from opentinker.shared.runtime.telemetry import CLUSTER, Meters, Reporter
-from opentinker.shared.runtime.timeline import LanesByJob
+from opentinker.shared.runtime.timeline import REPORT_S, LanesByJob
 from opentinker.shared.runtime.worker_info import worker_info
 from opentinker.shared.spec import read_stored
 from opentinker.shared.types.core import JobState, Pool
@@ -83,6 +83,8 @@ class ReferenceForward:
         """Jobs with a running reader."""
         self._checked: set[str] = set()
         """Jobs whose model paths were readable when their first group arrived; checked again at each load."""
+        self._waits_noted: dict[str, float] = {}
+        """Unix time up to which the wait of a job's groups is on its timeline."""
         self._full_until: dict[str, float] = {}
         """Jobs whose stream was full at their last group, and when to try again."""
         self.log = structlog.get_logger()
@@ -103,7 +105,7 @@ class ReferenceForward:
                     "extend": self._extend_loop(),
                     "heartbeat": self._heartbeat_loop(),
                     "report": Reporter(self.ctx.bus, self.info.id, self.meters).run(),
-                    "timeline": self.lanes.run(),
+                    "timeline": every(REPORT_S, self._report_lanes),
                 }
             )
         finally:
@@ -256,9 +258,8 @@ class ReferenceForward:
             return
         ended = time.time()
         for job, count in Counter(group.job for group in groups).items():
-            lanes, queued = self.lanes.of(job), min(work.queued for work in works if work.group.job == job)
-            lanes.note("reference", "queue", queued, began)
-            lanes.note("reference", "score", began, ended, level=count)
+            self._note_wait(job, "queue", min(work.queued for work in works if work.group.job == job), began)
+            self.lanes.of(job).note("reference", "score", began, ended, level=count)
         counts = self.meters.of(CLUSTER).counts
         counts["reference/passes"] += 1
         counts["reference/passed_groups"] += len(works)
@@ -266,6 +267,21 @@ class ReferenceForward:
         for work, found in zip(works, results, strict=True):
             if self.queue.complete(key, work, found):
                 self._scored.put_nowait(work)
+
+    async def _report_lanes(self) -> None:
+        """Produce TIMELINE: passes since the last report, and the waits of groups up to now."""
+        now, waits = time.time(), self.queue.waits(self.cache)
+        self._waits_noted = {job: at for job, at in self._waits_noted.items() if job in waits}
+        for job, (since, is_loaded) in waits.items():
+            self._note_wait(job, "queue" if is_loaded else "loading", since, now)
+        await self.lanes.report()
+
+    def _note_wait(self, job: str, kind: str, since: float, end: float) -> None:
+        """Put the wait of a job's groups on its timeline, without what is there already."""
+        noted = self._waits_noted.get(job, 0.0)
+        if (start := max(since, noted)) < end:
+            self.lanes.of(job).note("reference", kind, start, end, since=since if start > since else 0.0)
+            self._waits_noted[job] = end
 
     # --- output -------------------------------------------------------------------------------------------------
 

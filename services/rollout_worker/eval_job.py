@@ -63,6 +63,7 @@ class EvalJob:
             worker.spent,
             partial(self.lanes.busy, kind="evaluation"),
             urls=urls,
+            idle=partial(self.lanes.busy, kind="exams"),
         )
 
     async def run(self) -> None:

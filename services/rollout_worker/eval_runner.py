@@ -67,13 +67,15 @@ class EvalRunner:
         policy: str = "",
         urls: Sequence[UrlPlayer] = (),
         ack_wait_s: float = 6.0,
+        idle: Busy = nullcontext,
     ) -> None:
         """`policy`: the one of `policies` that is evaluated. `ack_wait_s`: an exam whose holder sends no progress for
-        this time goes to another worker; holders send it every third of it."""
+        this time goes to another worker; holders send it every third of it. `idle`: around waits for exams while none
+        is played."""
         exam = exam_of(spec)
         assert exam is not None
         self.bus, self.worker, self.job, self.counts, self._broken = bus, worker, job, counts, broken
-        self.spent, self._busy, self._ack_wait_s = spent, busy, ack_wait_s
+        self.spent, self._busy, self._idle, self._ack_wait_s = spent, busy, idle, ack_wait_s
         self.spec = validation_episodes(spec)
         self.kept, self.samples, self.solved_at = exam.transcripts, exam.samples, exam.solved_at
         self._counted: WeightVersion | None = None
@@ -119,7 +121,8 @@ class EvalRunner:
                     self.place.clear()
                     await wait_event(self.place, 0.5)
                     continue
-                delivery = await exams.next(0.5, limit=free)
+                with nullcontext() if self.tasks else self._idle("generation"):
+                    delivery = await exams.next(0.5, limit=free)
                 version = self._version
                 if delivery is not None and not await self._take(delivery, version):
                     return version

@@ -15,7 +15,7 @@ import time
 import uuid
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, nullcontext
 from functools import partial
 
 import msgspec
@@ -176,15 +176,17 @@ class RolloutJob:
 
     async def _claim_loop(self, tickets: Consumer[Ticket]) -> None:
         """Consumes TICKET, starts group tasks. Returns when the service is stopping or the worker is taken back."""
-        while not self.weights.is_set() and not self.worker.ending:
-            await wait_event(self.weights, 0.5)
+        with self.lanes.busy("generation", "weights"):
+            while not self.weights.is_set() and not self.worker.ending:
+                await wait_event(self.weights, 0.5)
         while not self.worker.ending:
             free = self.spec.rollout.max_concurrent_groups - len(self.groups)
             if free <= 0:
                 self.slot.clear()
                 await wait_event(self.slot, 0.5)
                 continue
-            delivery = await tickets.next(0.5, limit=free)
+            with nullcontext() if self.groups else self.lanes.busy("generation", "tickets"):
+                delivery = await tickets.next(0.5, limit=free)
             if delivery is None:
                 continue
             if delivery.noun is None:
@@ -307,7 +309,8 @@ class RolloutJob:
                 return
             except StreamFull as error:
                 await self._say_full(str(error))
-                await asyncio.sleep(FULL_PAUSE_S)
+                with self.lanes.busy("generation", "store"):
+                    await asyncio.sleep(FULL_PAUSE_S)
             except TooLarge as error:
                 if not has_transcripts(group):
                     raise too_large(group, error, self.spec, self.seats.context) from None

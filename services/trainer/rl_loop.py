@@ -222,7 +222,8 @@ class TrainerJob:
                     await self.validation.offer(self.withheld)
                     self.withheld = None
                 return True
-            await wait_event(self.intake.arrived, 0.5)
+            with self.reporter.lanes.busy("training", "wait", str(self._version)):
+                await wait_event(self.intake.arrived, 0.5)
         return False
 
     async def _target_met(self) -> bool:
@@ -324,8 +325,7 @@ class TrainerJob:
 
     async def _served(self, version: WeightVersion, seconds: dict[str, float]) -> None:
         """Tell admission that the workers have a version."""
-        self.swap, now = seconds, time.time()
-        self.reporter.lanes.note("swap", "publish", now - seconds["swap/seconds"], now, version=str(version))
+        self.swap = seconds
         self.validation.served(version)
         await self.admission.set_version(version.step)
         await self.intake.wake_admission()

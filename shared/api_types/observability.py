@@ -109,7 +109,8 @@ class Segment(TypedDict):
     lane: str
     """generation, env, reference, training or swap."""
     kind: str
-    """Activity: rollout, evaluation; step, wait, checkpoint; transfer, pause, load, resume, publish..."""
+    """Activity: rollout, evaluation; step, checkpoint; transfer, pause, load, resume, publish...; or a wait: for groups
+    (`wait`), `tickets`, `exams`, `weights`, room in the message `store`"""
     start: float
     """By the clock of the worker's machine."""
     end: float
@@ -117,6 +118,8 @@ class Segment(TypedDict):
     """Weights, EPOCH.STEP; empty where there are none."""
     level: float
     """How many at a time on average: episodes, groups."""
+    since: float
+    """When it began, if earlier parts have its beginning; else 0."""
 
 
 class TimelinePart(TypedDict):
@@ -196,7 +199,17 @@ class CauseOfTime(TypedDict):
 
     cause: str
     """training, checkpoint, swap; while the trainer waits: generation, evaluation, reference, environment starts or
-    turns, waiting for env workers; nothing: no process worked for the job."""
+    turns, waiting for env workers; while no episode is played: what workers wait for; nothing: no process worked for
+    the job."""
+    seconds: float
+
+
+class Wait(TypedDict):
+    """A worker that has done nothing but wait for this time."""
+
+    worker: str
+    what: str
+    """What for, such as `tickets` or `groups, or the end of an evaluation`."""
     seconds: float
 
 
@@ -227,6 +240,8 @@ class Diagnosis(TypedDict):
     """False: there was more activity than is looked at."""
     causes: list[CauseOfTime]
     """The largest first."""
+    waits: list[Wait]
+    """What workers wait for now, the longest wait first."""
     silent: list[SilentWorker]
     """Silent workers among those that hold the job."""
     findings: list[Finding]

@@ -41,6 +41,8 @@ class _OpenSegment:
     seen: float
     count: int = 0
     area: float = 0.0
+    since: float = 0.0
+    """When it began, if that has been reported."""
 
     def upto(self, now: float) -> None:
         if now > self.seen:
@@ -96,9 +98,21 @@ class Lanes:
     def goes_on(self) -> bool:
         return any(lane.count for lane in self._open.values())
 
-    def note(self, lane: str, kind: str, start: float, end: float, *, version: str = "", level: float = 1.0) -> None:
-        """Add a segment that is known only afterwards."""
-        segment = Segment(lane=lane, kind=kind, start=start, end=max(start, end), version=version, level=level)
+    def note(
+        self,
+        lane: str,
+        kind: str,
+        start: float,
+        end: float,
+        *,
+        version: str = "",
+        level: float = 1.0,
+        since: float = 0.0,
+    ) -> None:
+        """Add a segment that is known only afterwards. `since`: when it began, if an earlier one has its beginning."""
+        segment = Segment(
+            lane=lane, kind=kind, start=start, end=max(start, end), version=version, level=level, since=since
+        )
         self._closed.append(segment)
 
     def use(self, version: str) -> None:
@@ -117,6 +131,7 @@ class Lanes:
         """Publish segments since the last call, including the running ones up to now."""
         for key, lane in list(self._open.items()):
             now = self._close(key, lane)
+            lane.since = lane.since or lane.start
             lane.start, lane.area = now, 0.0
             if not lane.count:
                 del self._open[key]
@@ -143,7 +158,7 @@ class Lanes:
         length = lane.seen - lane.start
         if length > 0:
             name, kind, version = key
-            self.note(name, kind, lane.start, lane.seen, version=version, level=lane.area / length)
+            self.note(name, kind, lane.start, lane.seen, version=version, level=lane.area / length, since=lane.since)
         return lane.seen
 
 

@@ -45,7 +45,8 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
     lane: str
     """generation | env | reference | training | swap | loading"""
     kind: str
-    """Activity: rollout, evaluation; step, wait, checkpoint; transfer, pause, load, resume, publish..."""
+    """Activity: rollout, evaluation; step, checkpoint; transfer, pause, load, resume, publish...; or a wait: for groups
+    (`wait`), `tickets`, `exams`, `weights`, room in the message `store`"""
     start: float
     """Unix seconds, by the clock of the worker's machine."""
     end: float
@@ -53,6 +54,8 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
     """Version of the weights used or produced; empty for activity without weights."""
     level: float = 1.0
     """How many at a time on average: episodes, groups."""
+    since: float = 0.0
+    """When it began, if earlier parts have its beginning; else 0."""
 
 
 class TimelinePart(msgspec.Struct, frozen=True, kw_only=True):

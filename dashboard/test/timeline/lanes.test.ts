@@ -31,6 +31,13 @@ test("a share is of the window, counts what overlaps once, and waiting is no wor
   assert.deepEqual(within(row, 4.5, 5.5).map((one) => one.kind), ["step", "wait"]);
 });
 
+test("a rollout worker that waits for tickets, exams, weights or the store is not busy", () => {
+  const lanes = new Lanes();
+  const waits = ["weights", "tickets", "exams", "store"].map((kind, n) => segment(n, n + 1, kind, "generation"));
+  lanes.add(part(0, ...waits, segment(4, 5, "rollout", "generation")));
+  assert.equal(busyShare(lanes.rows[0]!, 0, 5), 0.2);
+});
+
 test("short gaps that a segment glues over are not counted as busy", () => {
   const row = { worker: "w", lane: "env", group: "play", segments: [{ ...segment(0, 4, "turn", "env"), level: 0.25 }, { ...segment(6, 8, "turn", "env"), level: 7 }] };
   assert.equal(busyShare(row, 0, 10), 0.3);

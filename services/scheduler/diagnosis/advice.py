@@ -1,18 +1,19 @@
-"""Turns a cause of time, or an alarm, into settings to change, without those that the job has or cannot use."""
+"""Advises which settings to change for a cause of lost time or an alarm, except those that a job has or cannot use."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from opentinker.services.scheduler.diagnosis.waits import WAITS
 from opentinker.shared.spec import JobSpec
 
 Choice = str | tuple[str, Callable[[JobSpec], object]]
-"""What to do, and for which jobs, or policies, it is worth saying; text alone: for all."""
+"""Advice, and a test for the jobs or policies that it suits; text alone: suits all."""
 
 
 def choices_for(specs: Sequence[JobSpec], choices: Sequence[Choice]) -> str:
-    """Return the choices that fit any of these: the job's spec, or those of its policies; without specs, all."""
+    """Return the choices that suit any of `specs`: the job's own, or those of its policies; without specs, all."""
     fitting = [
         choice if isinstance(choice, str) else choice[0]
         for choice in choices
@@ -92,11 +93,11 @@ SLOW: dict[str, tuple[str, tuple[Choice, ...]]] = {
         ('resources.trainer = "own"', "another trainer with bank_jobs"),
     ),
     "waiting for frozen models": (
-        "its groups wait until frozen models are loaded, or have scored those of other jobs",
+        "its groups wait until frozen models have loaded, or have scored groups of other jobs",
         ("another reference-forward", ("algorithm.kl_coef = 0", lambda spec: spec.algorithm.kl_coef > 0)),
     ),
     "engines fall asleep or wake": (
-        "an engine sleeps during each step, because both have no room on the trainer's GPU",
+        "an engine sleeps during each step, because trainer and engine do not fit on the GPU together",
         (
             ('rollout.sleep = "auto"', lambda spec: spec.rollout.sleep == "always"),
             LORA,
@@ -141,13 +142,39 @@ SLOW: dict[str, tuple[str, tuple[Choice, ...]]] = {
         ("more env workers (`opentinker plan job.toml --like JOB` computes how many)",),
     ),
 }
-"""What a cause that takes much of the time means, and what to do."""
+"""By cause: the meaning of much time in it, and choices that shorten it."""
 PAUSES: tuple[Choice, ...] = (
     ("larger batches", lambda spec: spec.kind != "eval"),
     MORE_STALENESS,
     ("a larger rollout.max_concurrent_groups", lambda spec: spec.kind == "eval"),
 )
-"""What to do about time in which no worker is busy, though none is silent for long."""
+"""Choices that shorten pauses in which no worker is busy, though none is silent for long."""
+LAST_EPISODES: tuple[Choice, ...] = (
+    ("rollout.oversample, which cuts the slowest episodes off", lambda spec: spec.kind == "rl"),
+    MORE_STALENESS,
+    "a lower rollout.episode_timeout_s",
+    "a lower rollout.max_tokens",
+)
+"""Choices that shorten the wait for a few long episodes."""
+WARNINGS = "`opentinker logs JOB --level warning` names those that do not answer"
+STALLS: dict[str, tuple[Choice, ...]] = {
+    WAITS["generation", "weights"]: ("wait for the trainer, which loads or connects first (`opentinker logs JOB -f`)",),
+    WAITS["generation", "store"]: (
+        "wait for the trainer, which has more groups than it can take",
+        "fewer rollout workers (resources.rollout_workers)",
+        "ask the operator for a larger message store",
+    ),
+    WAITS["reference", "loading"]: (
+        "wait for the model to load",
+        "a larger reference_memory_gb (a setting of the operator) if models of other jobs displace it",
+        "another reference-forward",
+    ),
+    WAITS["swap", "find"]: (WARNINGS,),
+    WAITS["swap", "join"]: (WARNINGS,),
+    WAITS["swap", "sleep"]: (WARNINGS,),
+    WAITS["swap", "wake"]: (WARNINGS,),
+}
+"""By wait: choices for one that lasts, which in a healthy job takes seconds at most."""
 
 
 class AlarmWords(NamedTuple):
@@ -161,7 +188,7 @@ class AlarmWords(NamedTuple):
 ALARMS = {
     "entropy": AlarmWords(
         "entropy",
-        "the policy has collapsed: it says the same each time",
+        "the policy has collapsed: it gives the same answer each time",
         ("a higher algorithm.entropy_coef", "a lower train.lr"),
         "train.entropy_alarm",
         f"{EARLIER} ",

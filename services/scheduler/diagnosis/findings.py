@@ -11,13 +11,17 @@ from opentinker.services.scheduler.diagnosis.advice import (
     ALARMS,
     EARLIER,
     EASIER,
+    LAST_EPISODES,
     LESS_STALENESS,
     PAUSES,
     SAME_PRECISION,
     SLOW,
+    STALLS,
     choices_for,
 )
 from opentinker.services.scheduler.diagnosis.holders import Holder
+from opentinker.services.scheduler.diagnosis.time_by_cause import IDLE_CAUSES
+from opentinker.services.scheduler.diagnosis.waits import NOTHING_TO_PLAY, Wait
 from opentinker.shared.data.step_log import metric_prefix
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.matches.policies import spec_of
@@ -33,7 +37,11 @@ LOOK = (
     "its work over"
 )
 SILENT_S = 10.0
-"""A worker that has done nothing for the job for this time is named."""
+"""A worker that has done nothing for the job, or waited, for this time is named."""
+NOBODY_WORKS = (
+    "tickets come from the scheduler that leads: `opentinker status` says whether one does, `opentinker logs JOB "
+    "--level warning` what failed"
+)
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -42,11 +50,14 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def findings_on_time(
-    seconds: Mapping[str, float], holders: Sequence[Holder], state: str, spec: JobSpec | None, *, is_eval: bool = False
+    seconds: Mapping[str, float],
+    holders: Sequence[Holder],
+    state: str,
+    spec: JobSpec | None,
+    waits: Sequence[Wait] = (),
 ) -> Iterator[Finding]:
-    """Yield what the time went to, and who does nothing. `holders`: the workers that hold the job. `spec`: None if it
-    cannot be read. `is_eval`: of a job that plays evaluations and nothing else: a worker of it that is silent may have
-    none of the last episodes."""
+    """Yield what the time went to, who does nothing, and who waits for what. `holders`: the workers that hold the job.
+    `spec`: None if it cannot be read. `waits`: what workers wait for now."""
     whole = sum(seconds.values()) or 1.0
     specs = [] if spec is None else [spec_of(spec, policy) for policy in spec.policies or [""]]
     for cause, spent in sorted(seconds.items(), key=lambda item: -item[1]):
@@ -55,30 +66,63 @@ def findings_on_time(
             now = _times({one.worker: one.loading_s for one in holders if one.loading_s}) if cause == "loading" else ""
             what = f"{100 * spent / whole:.0f} % of the time: {cause}{f', now: {now}' if now else ''}"
             yield Finding(what, f"{lead}: {choices_for(specs, choices)}")
-    if seconds.get("nothing", 0.0) / whole < IDLE:
-        if not is_eval:
-            yield from _findings_on_hung(holders, whole)
+    long = [one for one in waits if one.seconds >= SILENT_S]
+    yield from _findings_on_stalls(long, specs)
+    yield from _findings_on_last_episodes(long, holders, specs)
+    idle_s = sum(seconds.get(cause, 0.0) for cause in IDLE_CAUSES)
+    if idle_s / whole < IDLE:
+        yield from _findings_on_hung(holders, whole)
         return
-    idle = f"{100 * seconds['nothing'] / whole:.0f} % of the time no worker was busy with the job"
+    idle = f"{100 * idle_s / whole:.0f} % of the time no worker was busy with the job"
     silent = {one.worker: one.silent_s for one in holders if one.silent_s >= SILENT_S}
-    if silent and not (is_eval and len(silent) < len(holders)):
+    if silent:
         yield Finding(f"{idle}; silent: {_times(silent)}", LOOK)
     elif not holders:
         yield Finding(f"{idle}: no worker holds it ({state})", "opentinker job JOB says what it waits for")
+    elif long and {one.worker for one in holders} <= {one.worker for one in long}:
+        yield Finding(f"{idle}; now all of them wait: {_words(long)}", NOBODY_WORKS)
     else:
         yield Finding(idle, f"short pauses: {choices_for(specs, PAUSES)}")
 
 
+def _findings_on_stalls(waits: Sequence[Wait], specs: Sequence[JobSpec]) -> Iterator[Finding]:
+    """Yield the waits that a healthy job does not have, or has for seconds only."""
+    for what, choices in STALLS.items():
+        if found := [one for one in waits if one.what == what]:
+            yield Finding(f"waiting: {_words(found)}", choices_for(specs, choices))
+
+
+def _findings_on_last_episodes(
+    waits: Sequence[Wait], holders: Sequence[Holder], specs: Sequence[JobSpec]
+) -> Iterator[Finding]:
+    """Yield the rollout workers that have nothing to play while others play the last episodes of a batch or an
+    evaluation."""
+    waiting = {one.worker for one in waits}
+    idle = [one for one in waits if one.what in NOTHING_TO_PLAY]
+    at_work = [
+        one.worker for one in holders if one.worker not in waiting and not one.loading_s and one.silent_s < SILENT_S
+    ]
+    rollout = {one.worker for one in holders if one.pool == Pool.ROLLOUT}
+    if idle and at_work and rollout.issuperset(at_work):
+        who = ", ".join(sorted(at_work))
+        what = f"the last episodes are played by {who}; waiting: {_words(waits)}"
+        yield Finding(what, choices_for(specs, LAST_EPISODES))
+
+
 def _findings_on_hung(holders: Sequence[Holder], whole_s: float) -> Iterator[Finding]:
-    """Yield who has been silent for the whole time while others worked. A trainer never is: it says that it waits, or
-    evaluates. Rollout workers are all silent while they wait for a long step, but not one of several, unless the others
-    play the last episodes that anybody waits for."""
+    """Yield the workers that were silent for the whole time while others worked. A healthy trainer reports its waits
+    and evaluations, and a rollout worker its wait for tickets. Rollout workers of an earlier release report none and
+    are all silent during a long step: a rollout worker is therefore named only while another one works."""
     bound_s = max(SILENT_S, whole_s)
     busy = {one.pool for one in holders if one.silent_s < bound_s}
     hung = {one.worker: one.silent_s for one in holders if one.silent_s >= bound_s}
     named = {one.worker for one in holders if one.pool == Pool.TRAINER or one.pool in busy}
     if found := {worker: spent for worker, spent in hung.items() if worker in named}:
         yield Finding(f"silent while others work: {_times(found)}", LOOK)
+
+
+def _words(waits: Sequence[Wait]) -> str:
+    return "; ".join(f"{one.worker} for {one.what}, for {one.seconds:.0f} s" for one in waits)
 
 
 def _times(seconds: Mapping[str, float]) -> str:
@@ -114,8 +158,8 @@ def _findings_on_learning(values: Mapping[str, float], spec: JobSpec) -> Iterato
 
 
 def _findings_on_rewards(values: Mapping[str, float], spec: JobSpec) -> Iterator[Finding]:
-    """Yield whether there is anything left to learn. Rewards have no scale: only `exact` and train.target say whether
-    a task is solved, or else whoever knows its rewards."""
+    """Yield whether there is anything left to learn. Rewards have no scale, so only `exact` and train.target show that
+    a task is solved; without them the advice leaves that to the reader."""
     get, target = values.get, spec.train.target
     reached = target and all(get(name, -math.inf) >= wanted for name, wanted in target.items())
     is_solved = bool(reached) or get("exact", 0.0) >= SOLVED
@@ -128,7 +172,7 @@ def _findings_on_rewards(values: Mapping[str, float], spec: JobSpec) -> Iterator
             what = f"{share}all rewards are equal: nothing is learned from them"
             yield Finding(f"{what} (reward/mean {get('reward/mean', 0.0):.3g})", unless + choices_for([spec], EASIER))
     elif get("entropy", 1.0) < 0.01 and not is_solved and not get("alarm/entropy"):
-        what = f"the policy says the same each time (entropy {values['entropy']:.2g})"
+        what = f"the policy gives the same answer each time (entropy {values['entropy']:.2g})"
         yield Finding(what, f"{unless}algorithm.entropy_coef, a lower train.lr, or a higher algorithm.clip_high")
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from opentinker.services.scheduler.diagnosis.waits import began_at
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.subjects import TIMELINE
 from opentinker.shared.state.store import Store
@@ -14,9 +15,7 @@ from opentinker.shared.types.core import Pool
 from opentinker.shared.types.telemetry import Segment, TimelinePart
 
 LOADING = "loading"
-"""Status of a worker, and lane of its segments."""
-GAP_S = 3.0
-"""Between segments of a worker that goes on with the same: it reports once a second."""
+"""Status of a worker; lane and kind of its segments."""
 
 
 class Holder(msgspec.Struct, frozen=True):
@@ -46,18 +45,9 @@ async def holders_of(
     holders = []
     for worker, segments in zip(workers, await asyncio.gather(*(segments_of(one.id) for one in workers)), strict=True):
         if worker.status == LOADING:
-            holders.append(Holder(worker.id, worker.pool, loading_s=max(0.0, until - _loads_since(segments, until))))
+            loading_s = max(0.0, until - began_at(segments, LOADING, LOADING))
+            holders.append(Holder(worker.id, worker.pool, loading_s=loading_s))
         else:
             end = max((segment.end for segment in segments), default=began)
             holders.append(Holder(worker.id, worker.pool, silent_s=max(0.0, until - end)))
     return holders
-
-
-def _loads_since(segments: Sequence[Segment], until: float) -> float:
-    """Return when the newest uninterrupted loading began."""
-    since = None
-    for segment in sorted((one for one in segments if one.lane == LOADING), key=lambda one: -one.end):
-        if since is not None and since - segment.end > GAP_S:
-            break
-        since = segment.start
-    return until if since is None else since

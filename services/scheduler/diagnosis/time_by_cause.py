@@ -4,7 +4,8 @@ The trainer decides: while it computes, the time is its own. While it waits, the
 generation, environments and evaluations side by side, by how many episodes are in each, unless a swap stops them all or
 a step waits for engines that must sleep.
 If no episode is played, it belongs to frozen models, to the queue for them, to the weight group and its
-transfers, to the loading of models, in this order; and to `nothing`, if no worker does anything for the job.
+transfers, to the loading of models, to what idle rollout workers wait for, in this order; and to `nothing`, if no
+worker reports anything for the job.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from opentinker.shared.types.telemetry import Segment
 Cause = tuple[int, str]
 """Its place in the order, in which each hides all later ones, and its name. Those in one place share the time."""
 
-STOPPED, PLAYED = 3, 4
-"""Places of what stops all engines, or a step that has its batch, and of the episodes."""
+STOPPED, PLAYED, IDLE = 3, 4, 9
+"""Places of what stops all engines, or a step that has its batch; of the episodes; and of what rollout workers wait for
+that play none."""
 CAUSES: dict[str, dict[str, Cause | None]] = {
     "training": {
         "queue": (0, "waiting for other jobs' training"),
@@ -37,9 +39,20 @@ CAUSES: dict[str, dict[str, Cause | None]] = {
         "transfer": (7, "swap"),
         "publish": (7, "swap"),
     },
-    "generation": {"": (PLAYED, "generation"), "evaluation": (PLAYED, "evaluation")},
+    "generation": {
+        "": (PLAYED, "generation"),
+        "evaluation": (PLAYED, "evaluation"),
+        "weights": (IDLE, "waiting for the first weights"),
+        "tickets": (IDLE, "waiting for tickets"),
+        "exams": (IDLE, "waiting for evaluation episodes"),
+        "store": (IDLE, "waiting for room in the message store"),
+    },
     "env": {"": (PLAYED, "environment"), "evaluation": (PLAYED, "evaluation")},
-    "reference": {"": (5, "reference"), "queue": (6, "waiting for frozen models")},
+    "reference": {
+        "": (5, "reference"),
+        "queue": (6, "waiting for frozen models"),
+        "loading": (6, "waiting for frozen models"),
+    },
     "loading": {"": (8, "loading")},
 }
 """By lane and kind, with the empty kind for all others of a lane. None: a wait for something that has its own segments.
@@ -49,6 +62,8 @@ EPISODES = ("rollout", "evaluation")
 CALLS = {"open": "environment starts", "turn": "environment turns"}
 QUEUED = "waiting for env workers"
 NOTHING = "nothing"
+IDLE_CAUSES = (NOTHING, *(one[1] for kinds in CAUSES.values() for one in kinds.values() if one and one[0] == IDLE))
+"""Those of time in which no worker is busy with the job."""
 
 
 def seconds_by_cause(

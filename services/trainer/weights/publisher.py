@@ -305,12 +305,10 @@ class Publisher:
             bucket_bytes=BUCKET_BYTES,
             probe=snapshot.probe,
         )
-        problem, answers = await self._calls.call(
-            [(worker, command) for worker in members],
-            self._transfer(snapshot),
-            self._load_s(),
-            self._give_up,
-        )
+        with self._lanes.busy("swap", "publish", str(snapshot.version)):
+            problem, answers = await self._calls.call(
+                [(worker, command) for worker in members], self._transfer(snapshot), self._load_s(), self._give_up
+            )
         good: list[SwapReply] = []
         own = 0
         for worker, answer in zip(members, answers, strict=True):

@@ -160,6 +160,8 @@ def why(
     print_table(["cause", "time", "share"], rows if whole else [], empty="nothing was reported")
     if not found["is_whole"]:
         say("there was more activity than can be read at once: choose a smaller --last")
+    for wait in found.get("waits", []):  # servers of earlier releases do not say
+        say(f"{wait['worker']} waits for {wait['what']}, for {wait['seconds']:.0f} s now")
     say("" if found["findings"] else "nothing stands out")
     for finding in found["findings"]:
         say(f"{finding['what']}\n  -> {finding['advice']}")

@@ -22,7 +22,7 @@ from opentinker.services.scheduler.jobs.tickets import JUDGED_FROM, too_many_fai
 from opentinker.shared.asyncio_tools import cancel_and_wait
 from opentinker.shared.messaging.bus import Bus, StreamFull
 from opentinker.shared.messaging.reply_validation import failure
-from opentinker.shared.messaging.subjects import GROUP, GROUPS, SWAP, TICKETS, Subject
+from opentinker.shared.messaging.subjects import GROUP, GROUPS, SWAP, TICKETS, TIMELINE, Subject
 from opentinker.shared.spec import parse_spec
 from opentinker.shared.spec.matches.policies import spec_of
 from opentinker.shared.state.circuits import DOWN, Circuits, circuit_key
@@ -31,6 +31,7 @@ from opentinker.shared.types.core import Ending, Message, WeightVersion
 from opentinker.shared.types.env_protocol import SeatPrompt, SessionReply, StepSession
 from opentinker.shared.types.errors import JobFailed
 from opentinker.shared.types.swap import SwapCommand
+from opentinker.shared.types.telemetry import TimelinePart
 from tests.conftest import WAIT_S, Server, soon, until
 from tests.integration.rollout_worker.rollout_bench import EOS, Asking, Bench, Mortal
 from tests.support.factories import make_spec, make_ticket
@@ -124,6 +125,26 @@ class Gated(Mortal):
     async def generate(self, *args: Any, **options: Any) -> Completion:
         await self.gate.wait()
         return await super().generate(*args, **options)
+
+
+async def test_a_worker_without_weights_or_tickets_says_so_on_the_timeline(bench: Bench) -> None:
+    await bench.issue(1)
+    engine, said = Gated(), []
+
+    async def hear(part: TimelinePart) -> None:
+        said.extend(one.kind for one in part.segments)
+
+    listening = await bench.bus.listen(TIMELINE, hear, job=bench.job, worker="rollout-0")
+    job = bench.job_of([LoadedPolicy("", bench.spec, engine, renderer())])
+    job.weights.clear()
+    life = asyncio.create_task(job.run())
+    await until(lambda: "weights" in said)
+    job.weights.set()
+    await until(lambda: said[-1:] == ["rollout"])  # it plays, and waits for nothing
+    engine.gate.set()
+    await until(lambda: said[-1:] == ["tickets"])
+    await cancel_and_wait(life)
+    await listening.unsubscribe()
 
 
 async def test_a_worker_that_is_taken_back_ends_its_groups_and_begins_no_other(bench: Bench) -> None:

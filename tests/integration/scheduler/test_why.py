@@ -88,6 +88,30 @@ async def test_workers_that_load_are_named_with_their_time(client: AsyncClient, 
     assert "rollout-0 for 1" in said["what"] and "opentinker logs JOB -f" in said["advice"]
 
 
+async def test_a_worker_without_episodes_says_what_it_waits_for(
+    client: AsyncClient, ctx: Context, store: Store
+) -> None:
+    held = await HeldJob.begun(ctx, store, JobState.RUNNING)
+    await held.hold("trainer-0", Pool.TRAINER)
+    for name in ("rollout-0", "rollout-1"):
+        await held.hold(name, Pool.ROLLOUT)
+    await held.report("trainer-0", "training", "wait", 40.0, 0.0)
+    await held.report("rollout-0", "env", "rollout", 40.0, 0.0)
+    await held.report("rollout-1", "generation", "tickets", 35.0, 0.0)
+
+    async def answer() -> Any:
+        return await client.why(held.job, last_s=30)
+
+    found = await until(answer, lambda one: len(one["waits"]) == 2, timeout_s=10)
+    assert [(one["worker"], one["what"]) for one in found["waits"]] == [
+        ("trainer-0", "groups, or the end of an evaluation"), ("rollout-1", "tickets"),
+    ]  # fmt: skip
+    assert all(30 < one["seconds"] < 60 for one in found["waits"])
+    said = [one["what"] for one in found["findings"]]
+    assert any("the last episodes are played by rollout-0" in one for one in said)
+    assert not any("silent" in one for one in said)
+
+
 async def told_of(held: HeldJob, client: AsyncClient, spec: dict[str, Any]) -> list[str]:
     """What is found where this is the stored spec and a trainer does nothing."""
     await held.hold("trainer-0", Pool.TRAINER)

@@ -92,6 +92,7 @@ async def test_what_goes_on_is_told_part_by_part_without_a_gap(heard: Heard, clo
         *((100.0, 101.0, "1.5"), (101.0, 102.0, "1.5"), (102.0, 103.0, "1.5"), (103.0, 103.5, "1.5"))
     ]
     assert [part.seq for part in heard.parts] == [0, 1, 2, 3]
+    assert [s.since for part in heard.parts for s in part.segments] == [0.0, 100.0, 100.0, 100.0]
 
 
 async def test_new_weights_part_what_goes_on(heard: Heard, clock: Clock, lanes: Lanes) -> None:
@@ -252,7 +253,15 @@ async def test_the_timeline_is_served_page_by_page_and_by_its_last_seconds(clien
     found = await client.timeline(job)
     assert [(part["worker"], part["seq"]) for part in found] == [(f"w-{n}", seq) for seq in range(3) for n in range(2)]
     assert found[0]["segments"] == [
-        {"lane": "generation", "kind": "rollout", "start": 0.0, "end": 0.5, "version": "1.0", "level": 1.0}
+        {
+            "lane": "generation",
+            "kind": "rollout",
+            "start": 0.0,
+            "end": 0.5,
+            "version": "1.0",
+            "level": 1.0,
+            "since": 0.0,
+        }
     ]
     assert await client.timeline(job, found[3]["cursor"]) == found[4:]
     assert await client.timeline(job, last_s=3600) == found

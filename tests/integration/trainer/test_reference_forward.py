@@ -7,11 +7,12 @@ import os
 import shutil
 import subprocess
 import sys
-import time
+import threading
 import uuid
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -181,21 +182,26 @@ async def test_what_a_frozen_checkpoint_said_passes_through_unscored(bus: Bus, s
 
 
 async def test_groups_that_wait_for_a_pass_are_on_the_timeline(bus: Bus, store: Store, tiny: Path) -> None:
+    is_said = threading.Event()
+
     class Slow(Scorer):
         def load(self, key: ModelKey) -> Any:
-            time.sleep(0.5)
+            assert is_said.wait(30), "nothing is said of the wait before it is over"
             return super().load(key)
 
     job = await add_job(store, str(tiny))
     parts = await messages(bus, TIMELINE, job=job, worker="reference-0")
     await send(bus, *of_job(job, 2))
     async with running(bus, store, make_scorer=Slow):
+        await until(lambda: any(one.kind == "loading" and one.since for part in parts for one in part.segments))
+        is_said.set()
         await passed(bus, job, 2)
         await until(lambda: any(one.kind == "score" for part in parts for one in part.segments))
     segments = [one for part in parts for one in part.segments]
-    assert {(one.lane, one.kind) for one in segments} == {("reference", "queue"), ("reference", "score")}
-    queue = min((one for one in segments if one.kind == "queue"), key=lambda one: one.start)
-    assert queue.end - queue.start > 0.45
+    assert {(one.lane, one.kind) for one in segments} >= {("reference", "loading"), ("reference", "score")}
+    waits = sorted((one for one in segments if one.kind in ("loading", "queue")), key=lambda one: one.start)
+    assert all(later.start >= one.end for one, later in pairwise(waits)), "no second counts twice"
+    assert all(one.since == waits[0].start for one in waits[1:])
     await bus.purge("GROUPS", GROUP.at(job=job))
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
+from opentinker.services.scheduler.diagnosis.advice import STALLS
 from opentinker.services.scheduler.diagnosis.findings import findings_on_learning, findings_on_time
 from opentinker.services.scheduler.diagnosis.holders import Holder
 from opentinker.services.scheduler.diagnosis.time_by_cause import seconds_by_cause
+from opentinker.services.scheduler.diagnosis.waits import WAITS, Wait, waits_of
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.types.core import Pool
 from opentinker.shared.types.telemetry import Segment
@@ -131,6 +134,7 @@ def test_many_overlapping_segments_leave_nothing_behind() -> None:
 
 
 TRAINER = Holder("trainer-0", Pool.TRAINER, 0.5)
+STALLED = [kind for kind, what in WAITS.items() if what in STALLS]
 
 
 def rollout(worker: str, silent_s: float = 0.0, loading_s: float = 0.0) -> Holder:
@@ -176,17 +180,71 @@ def test_who_is_silent_while_others_work_is_named(holders: tuple[Holder, ...], n
     assert [one.what for one in found] == ["99 % of the time: training", *filter(None, [named])]
 
 
-def test_no_worker_of_an_eval_job_is_silent_while_another_plays_the_last_episodes() -> None:
-    spec = parse_spec({"name": "t", "kind": "eval", "model": {"base": "m"}, "environment": {"name": "copy_digits"}})
-    one, other = rollout("a", 1.0), rollout("b", 200.0)
-    busy, idle = {"environment": 119.0, "nothing": 1.0}, {"environment": 90.0, "nothing": 30.0}
+TICKETS, EXAMS = WAITS["generation", "tickets"], WAITS["generation", "exams"]
 
-    def said(seconds: dict[str, float], *holders: Holder) -> list[str]:
-        found = findings_on_time(seconds, holders, "running", spec, is_eval=True)
-        return [finding.what for finding in found if "silent" in finding.what]
 
-    assert said(busy, one, other) == said(idle, one, other) == []
-    assert "silent: a for 30 s, b for 200 s" in said(idle, rollout("a", 30.0), other)[0], "nobody plays"
+@pytest.mark.parametrize(("kind", "what"), [("rl", TICKETS), ("eval", EXAMS)])
+def test_a_rollout_worker_without_episodes_is_not_silent_beside_one_that_plays_the_last(kind: str, what: str) -> None:
+    eval_job = {"name": "t", "kind": "eval", "model": {"base": "m"}, "environment": {"name": "copy_digits"}}
+    spec = make_spec() if kind == "rl" else parse_spec(eval_job)
+    trainer = [TRAINER] * (kind == "rl")
+    waits = [Wait("trainer-0", WAITS["training", "wait"], 130.0)] * (kind == "rl") + [Wait("b", what, 125.0)]
+    holders = [*trainer, rollout("a", 0.5), rollout("b", 0.5)]
+    (generated, last) = findings_on_time({"generation": 120.0}, holders, "running", spec, waits)
+    assert "generation" in generated.what and last.what.startswith("the last episodes are played by a; waiting: ")
+    assert f"b for {what}, for 125 s" in last.what and ("rollout.oversample" in last.advice) == (kind == "rl")
+    busy = [one for one in findings_on_time({"training": 120.0}, holders, "running", spec, waits[1:])]
+    assert [one.what for one in busy if "last episodes" in one.what] == [] or kind == "eval", "it waits for a step"
+    short = [Wait("b", what, 4.0)]
+    assert len(list(findings_on_time({"generation": 120.0}, holders, "running", spec, short))) == 1
+
+
+def test_workers_that_all_wait_are_named_with_what_they_wait_for() -> None:
+    waits = [Wait("trainer-0", WAITS["training", "wait"], 41.0), Wait("a", TICKETS, 40.0)]
+    idle = {"waiting for tickets": 40.0, "generation": 80.0}
+    generated, found = findings_on_time(idle, [TRAINER, rollout("a", 1.0)], "running", make_spec(), waits)
+    assert "67 % of the time: generation" in generated.what
+    assert found.what.startswith(
+        "33 % of the time no worker was busy with the job; now all of them wait: trainer-0 for"
+    )
+    assert found.what.endswith("a for tickets, for 40 s") and "opentinker status" in found.advice
+
+
+@pytest.mark.parametrize(("lane", "kind"), STALLED)
+def test_a_wait_that_no_healthy_job_has_for_long_is_found_while_others_work(lane: str, kind: str) -> None:
+    what = WAITS[lane, kind]
+    (_, found) = findings_on_time({"training": 9.0}, [TRAINER], "running", make_spec(), [Wait("w", what, 31.0)])
+    assert found.what == f"waiting: w for {what}, for 31 s" and found.advice
+
+
+def test_a_worker_waits_while_it_does_nothing_else_and_since_its_first_report_of_it() -> None:
+    def waits(*own: Segment) -> list[Wait]:
+        return waits_of({"w": own}, 100.0)
+
+    later = msgspec.structs.replace(seg("generation", "tickets", 98.0, 99.5), since=20.0)
+    assert waits(later) == [Wait("w", TICKETS, 80.0)], "its first parts are older than what is looked at"
+    assert waits(seg("generation", "tickets", 90.0, 95.0), seg("generation", "tickets", 96.0, 99.5)) == [
+        Wait("w", TICKETS, 10.0)
+    ]
+    assert waits(seg("generation", "rollout", 80.0, 90.0), later) == [Wait("w", TICKETS, 80.0)]
+    assert waits(later, seg("env", "rollout", 99.0, 99.5)) == [], "it plays"
+    assert waits(seg("training", "wait", 90.0, 99.5), seg("swap", "publish", 98.0, 99.5)) == []
+    assert waits(seg("generation", "tickets", 20.0, 40.0)) == [], "it is silent"
+
+
+def test_what_idle_workers_wait_for_comes_last() -> None:
+    found = seconds_by_cause(
+        [
+            seg("generation", "weights", 0.0, 4.0), seg("loading", "loading", 0.0, 3.0),
+            seg("generation", "tickets", 4.0, 9.0, 2.0), seg("generation", "rollout", 5.0, 6.0),
+            seg("training", "wait", 0.0, 9.0), seg("reference", "loading", 6.0, 7.0),
+        ],
+        0.0, 10.0,
+    )  # fmt: skip
+    assert found == {
+        "loading": 3.0, "waiting for the first weights": 1.0, "waiting for tickets": 3.0, "generation": 1.0,
+        "waiting for frozen models": 1.0, "nothing": 1.0,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -195,7 +253,7 @@ def test_no_worker_of_an_eval_job_is_silent_while_another_plays_the_last_episode
         ({"zero_variance": 0.95, "reward/mean": 0.1}, "nothing is learned"),
         ({"zero_variance": 1.0, "reward/mean": 1.0, "reward/max": 1.0}, "nothing is learned"),
         ({"zero_variance": 0.95, "exact": 1.0}, "nearly all groups are solved"),
-        ({"entropy": 0.001, "reward/mean": 0.3}, "says the same each time"),
+        ({"entropy": 0.001, "reward/mean": 0.3}, "gives the same answer each time"),
         ({"mismatch/mean": 0.05}, "different logprobs"),
         ({"collapse/alarm": 1.0}, "has collapsed"),
         ({"collapse/alarm": 1.0, "alarm/entropy": 1.0, "entropy": 0.001}, "alarm/entropy, entropy 0.001"),

@@ -50,7 +50,7 @@ const ORDER = ["training", "generation", "env", "play", "reference", "swap", "lo
 const PLAY = new Set(["open", "turn"]);
 const KEEP_S = 3600;
 /** What is no work, though something goes on. */
-const IDLE = new Set(["wait", "queue"]);
+export const IDLE = new Set(["wait", "queue", "tickets", "exams", "weights", "store"]);
 
 const MOST_S = 7 * 86_400;
 

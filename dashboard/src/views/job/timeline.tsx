@@ -6,7 +6,7 @@ import { ask, job as path } from "../../lib/api.ts";
 import type { Follow } from "../../lib/live/follow.ts";
 import { sizeOf } from "../../lib/live/join.ts";
 import { folded, large } from "../../lib/timeline/fold.ts";
-import { busyShare, isOf, isSame, Lanes, lookBack, nearest, stepped, within, type Hole, type Part, type Picked, type Row, type Segment } from "../../lib/timeline/lanes.ts";
+import { busyShare, IDLE, isOf, isSame, Lanes, lookBack, nearest, stepped, within, type Hole, type Part, type Picked, type Row, type Segment } from "../../lib/timeline/lanes.ts";
 import { Refill } from "../../lib/live/refill.ts";
 import { FINAL, type JobDetail } from "../../lib/types.ts";
 import { clock, counted, duration } from "../../lib/words.ts";
@@ -29,6 +29,7 @@ const KINDS: [string, string, string][] = [
   ["step", "--c3", "training step"],
   ["wait", "--bad", "trainer waits"],
   ["queue", "--warn", "waits for other jobs"],
+  ["tickets", "--dim", "rollout worker waits"],
   ["checkpoint", "--c8", "checkpoint"],
   ["score", "--c5", "reference"],
   ["publish", "--c2", "publish weights"],
@@ -36,7 +37,7 @@ const KINDS: [string, string, string][] = [
   ["load", "--c4", "pause, load, resume, sleep, wake"],
   ["loading", "--dim", "model loads"],
 ];
-const COLOUR = new Map<string, string>([...KINDS.map(([kind, colour]) => [kind, colour] as const), ...["pause", "resume", "sleep", "wake"].map((kind) => [kind, "--c4"] as const)]);
+const COLOUR = new Map<string, string>([...KINDS.map(([kind, colour]) => [kind, colour] as const), ...["pause", "resume", "sleep", "wake"].map((kind) => [kind, "--c4"] as const), ...["exams", "weights", "store"].map((kind) => [kind, "--dim"] as const)]);
 
 export function Timeline({ job, follow }: { job: JobDetail; follow: Follow }): JSX.Element {
   const { lanes, problem } = useLanes(job, follow);
@@ -230,7 +231,7 @@ function draw(canvas: HTMLCanvasElement, rows: Row[], from: number, to: number, 
       const left = across(one.start);
       const wide = Math.max(0.6, across(one.end) - left - 0.4);
       const high = tall * Math.max(LEAST, Math.min(1, one.level / most));
-      pen.globalAlpha = one.kind === "wait" ? 0.45 : 0.9;
+      pen.globalAlpha = IDLE.has(one.kind) && one.kind !== "queue" ? 0.45 : 0.9;
       pen.fillStyle = colour(COLOUR.get(one.kind) ?? "--dim");
       pen.fillRect(left, top + tall - high, wide, high);
       if (!isSame(picked, { row, segment: one })) continue;

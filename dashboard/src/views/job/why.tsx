@@ -24,6 +24,8 @@ interface Diagnosis {
   since: number;
   until: number;
   causes: { cause: string; seconds: number }[];
+  /** Absent from servers of earlier releases, of which one may answer during an upgrade. */
+  waits?: { worker: string; what: string; seconds: number }[];
   silent: { worker: string; seconds: number }[];
   findings: { what: string; advice: string }[];
 }
@@ -51,6 +53,9 @@ export function Why({ job }: { job: JobDetail }): JSX.Element {
           ))}
         </tbody>
       </table>
+      {value.waits && value.waits.length > 0 && (
+        <p class="dim">Waiting: {value.waits.map(({ worker, what, seconds }) => `${worker} for ${what}, for ${duration(seconds)}`).join("; ")}</p>
+      )}
       {silent.length > 0 && <p class="dim">Silent: {silent.map(({ worker, seconds }) => `${worker} for ${duration(seconds)}`).join(", ")}</p>}
       {value.findings.map(({ what, advice }) => (
         <p key={what}>

@@ -56,7 +56,7 @@ async def test_time_in_which_engines_fall_asleep_and_wake_is_on_the_timeline(ctx
         await until(lambda: parts)
     (part,) = parts
     seconds = {one.kind: one.end - one.start for one in part.segments if one.lane == "swap"}
-    assert seconds.keys() - {"find"} == {"join", "sleep", "wake"} and seconds["wake"] >= 0.3
+    assert seconds.keys() - {"find"} == {"join", "publish", "sleep", "wake"} and seconds["wake"] >= 0.3
 
 
 async def test_engines_wake_after_a_step_that_failed(ctx: Context) -> None:
