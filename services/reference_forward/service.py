@@ -271,7 +271,8 @@ class ReferenceForward:
     async def _report_lanes(self) -> None:
         """Produce TIMELINE: passes since the last report, and the waits of groups up to now."""
         now, waits = time.time(), self.queue.waits(self.cache)
-        self._waits_noted = {job: at for job, at in self._waits_noted.items() if job in waits}
+        jobs = {work.group.job for work in self.queue.in_flight}
+        self._waits_noted = {job: at for job, at in self._waits_noted.items() if job in jobs}
         for job, (since, is_loaded) in waits.items():
             self._note_wait(job, "queue" if is_loaded else "loading", since, now)
         await self.lanes.report()

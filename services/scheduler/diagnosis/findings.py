@@ -68,7 +68,7 @@ def findings_on_time(
             yield Finding(what, f"{lead}: {choices_for(specs, choices)}")
     long = [one for one in waits if one.seconds >= SILENT_S]
     yield from _findings_on_stalls(long, specs)
-    yield from _findings_on_last_episodes(long, holders, specs)
+    yield from _findings_on_last_episodes(waits, holders, specs)
     idle_s = sum(seconds.get(cause, 0.0) for cause in IDLE_CAUSES)
     if idle_s / whole < IDLE:
         yield from _findings_on_hung(holders, whole)
@@ -98,7 +98,7 @@ def _findings_on_last_episodes(
     """Yield the rollout workers that have nothing to play while others play the last episodes of a batch or an
     evaluation."""
     waiting = {one.worker for one in waits}
-    idle = [one for one in waits if one.what in NOTHING_TO_PLAY]
+    idle = [one for one in waits if one.what in NOTHING_TO_PLAY and one.seconds >= SILENT_S]
     at_work = [
         one.worker for one in holders if one.worker not in waiting and not one.loading_s and one.silent_s < SILENT_S
     ]

@@ -5,10 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from opentinker.services.trainer.bank.bank_commands import BankCommand
 from opentinker.services.trainer.bank.fair_queue import Waiting
 from opentinker.services.trainer.bank.tenant_totals import TenantTotals
+
+if TYPE_CHECKING:
+    from opentinker.services.trainer.bank.bank_commands import BankCommand
 
 
 class JobWaits:
