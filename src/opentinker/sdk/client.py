@@ -296,16 +296,20 @@ class AsyncClient(EnvironmentCalls, ArtifactCalls, KeyCalls, InferenceCalls, Obs
         self, id: str, after: int = 0, *, source: str | None = None, names: list[str] | None = None
     ) -> list[MetricPoint]:
         """History above the cursor `after`: every point with `cursor`, `source`, `step`, `time` and `values`, of which
-        `names` selects some by their exact names; servers of earlier releases find none with commas."""
-        query: dict[str, str | list[str]] = {"limit": str(PAGE), **({"source": source} if source else {})}
-        several = names if names and len(names) > 1 else []
-        if names:  # servers of earlier releases read the first alone, as a list
-            query["names"] = [",".join(several), *several] if several else names
-        points = await self._http.pages(resource("jobs", id, "/metrics"), "metrics", after, query)
-        if not several:
+        `names` selects some by their exact names."""
+        path = resource("jobs", id, "/metrics")
+        every: dict[str, str | list[str]] = {"limit": str(PAGE), **({"source": source} if source else {})}
+        if not names:
+            return await self._http.pages(path, "metrics", after, every)
+        several = [",".join(names)] if len(names) > 1 else []  # servers of earlier releases read the first alone
+        points = await self._http.pages(path, "metrics", after, {**every, "names": [*several, *names]})
+        found = {name for point in points for name in point["values"]}
+        if any("," in name and name not in found for name in names) and (several or not points):  # they divide it
+            points = await self._http.pages(path, "metrics", after, every)
+        elif not several:  # also a list with commas in one text
             return points
         for point in points:
-            point["values"] = {name: value for name, value in point["values"].items() if name in several}
+            point["values"] = {name: value for name, value in point["values"].items() if name in names}
         return [point for point in points if point["values"]]
 
     async def watch_metrics(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from typer.testing import CliRunner
 import opentinker.client
 from opentinker.cli import app, environments, jobs
 from opentinker.cli.shell import complete
-from opentinker.client import ApiError
+from opentinker.client import ApiError, AsyncClient
 from opentinker.shared.spec import EvaluationSpec
 from tests.support.factories import make_spec
 
@@ -45,7 +46,7 @@ def test_environments_are_listed_and_described(monkeypatch: pytest.MonkeyPatch) 
 
 def test_environments_are_completed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(opentinker.client, "Client", OlderServer)
-    about = typer.main.get_command(app).commands["env"].commands["about"]  # type: ignore[attr-defined]
+    about = typer.main.get_command(app).commands["env"].commands["about"]
     context = about.make_context("about", ["--url", "http://127.0.0.1:1", "ban"], resilient_parsing=True)
     assert complete.environments(context, "ban") == [("bandit", "built in")]
 
@@ -100,3 +101,26 @@ def test_other_refusals_of_an_evaluation_stay_as_they_are(monkeypatch: pytest.Mo
     monkeypatch.setattr(OlderGames, "submit", refuse)
     monkeypatch.setattr(jobs, "client", OlderGames)
     assert str(CliRunner().invoke(app, ["eval", "j-0123456789"]).exception) == "no"
+
+
+async def test_metrics_with_commas_in_their_names_are_found() -> None:
+    """It reads the first `names` alone, as a list with commas."""
+    stored: list[dict[str, Any]] = [
+        {"cursor": 1, "values": {"reward/mean": 0.5, "task/algebra, level 1/reward": 0.25, "other": 1.0}},
+        {"cursor": 2, "values": {"other": 2.0}},
+    ]
+
+    class Http:
+        async def pages(self, _: str, __: str, ___: int, query: dict[str, Any]) -> list[dict[str, Any]]:
+            wanted = query["names"][0].split(",") if "names" in query else list(stored[0]["values"])
+            points = [{**one, "values": {k: v for k, v in one["values"].items() if k in wanted}} for one in stored]
+            return [one for one in points if one["values"]]
+
+    client: Any = SimpleNamespace(_http=Http())
+    for names in (["task/algebra, level 1/reward"], ["reward/mean", "task/algebra, level 1/reward"]):
+        (found,) = await AsyncClient.metrics(client, "j-0123456789", names=names)
+        assert found["values"].keys() == set(names)
+    assert len(await AsyncClient.metrics(client, "j-0123456789", names=["other"])) == 2
+    (listed,) = await AsyncClient.metrics(client, "j-0123456789", names=["absent,reward/mean"])
+    assert listed["values"] == {"reward/mean": 0.5}, "a list, as clients wrote it before"
+    assert await AsyncClient.metrics(client, "j-0123456789", names=["absent"]) == []
