@@ -209,7 +209,7 @@ class Wait(TypedDict):
 
     worker: str
     what: str
-    """What for, such as `tickets` or `groups, or the end of an evaluation`."""
+    """What for, such as `tickets` or `groups, other policies or an evaluation`."""
     seconds: float
 
 

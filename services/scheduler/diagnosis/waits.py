@@ -16,7 +16,7 @@ GAP_S = 3.0
 """Between segments of a worker that continues with the same: it reports once a second."""
 
 WAITS: Mapping[tuple[str, str], str] = {
-    ("training", "wait"): "groups, or the end of an evaluation",
+    ("training", "wait"): "groups, other policies or an evaluation",
     ("swap", "find"): "the answers of rollout workers",
     ("swap", "join"): "the members of its weight group",
     ("swap", "sleep"): "engines to fall asleep",

@@ -38,7 +38,7 @@ class JobWaits:
     def count(self, heads: Iterable[Waiting[BankCommand]], began: float, work: Mapping[str, float]) -> None:
         """Count the time since `began` (monotonic). `heads`: the first command of every adapter. `work`: what the bank
         has done meanwhile, by tenant, in tokens or commands; who took part in it has not waited."""
-        whole, now = sum(work.values()), time.monotonic()
+        whole, now = sum(work.values()) or 1.0, time.monotonic()
         for one in heads:
             if one.tenant not in work:
                 own = self._jobs.get(one.tenant, frozenset())

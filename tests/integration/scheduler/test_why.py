@@ -104,7 +104,7 @@ async def test_a_worker_without_episodes_says_what_it_waits_for(
 
     found = await until(answer, lambda one: len(one["waits"]) == 2, timeout_s=10)
     assert [(one["worker"], one["what"]) for one in found["waits"]] == [
-        ("trainer-0", "groups, or the end of an evaluation"), ("rollout-1", "tickets"),
+        ("trainer-0", "groups, other policies or an evaluation"), ("rollout-1", "tickets"),
     ]  # fmt: skip
     assert all(30 < one["seconds"] < 60 for one in found["waits"])
     said = [one["what"] for one in found["findings"]]
