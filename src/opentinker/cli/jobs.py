@@ -131,11 +131,10 @@ def evaluate(
     else:
         spec = _evaluation(api, chosen, swap, steps or [])
     spec = changed(spec, changes or [])
-    begun = _accepted(api.sweep if is_sweep(spec) else api.submit, spec)
     if is_sweep(spec):
-        show_begun(api, begun, url, follow, as_json)
+        show_begun(api, _accepted(api.sweep, spec), url, follow, as_json)
     else:
-        _begin(api, begun, url, follow, as_json)
+        _begin(api, _accepted(api.submit, spec), url, follow, as_json)
 
 
 def _accepted(submit: Callable[[dict[str, Any]], Any], spec: dict[str, Any]) -> Any:

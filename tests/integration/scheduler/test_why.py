@@ -95,9 +95,9 @@ async def test_a_worker_without_episodes_says_what_it_waits_for(
     await held.hold("trainer-0", Pool.TRAINER)
     for name in ("rollout-0", "rollout-1"):
         await held.hold(name, Pool.ROLLOUT)
-    await held.report("trainer-0", "training", "wait", 40.0, 0.0)
-    await held.report("rollout-0", "env", "rollout", 40.0, 0.0)
-    await held.report("rollout-1", "generation", "tickets", 35.0, 0.0)
+    await held.report("trainer-0", "training", "wait", 40.0, -30.0)
+    await held.report("rollout-0", "env", "rollout", 40.0, -30.0)
+    await held.report("rollout-1", "generation", "tickets", 35.0, -30.0)  # it still waits when that is read
 
     async def answer() -> Any:
         return await client.why(held.job, last_s=30)
@@ -106,7 +106,7 @@ async def test_a_worker_without_episodes_says_what_it_waits_for(
     assert [(one["worker"], one["what"]) for one in found["waits"]] == [
         ("trainer-0", "groups, other policies or an evaluation"), ("rollout-1", "tickets"),
     ]  # fmt: skip
-    assert all(30 < one["seconds"] < 60 for one in found["waits"])
+    assert all(30 < one["seconds"] < 600 for one in found["waits"])
     said = [one["what"] for one in found["findings"]]
     assert any("the last episodes are played by rollout-0" in one for one in said)
     assert not any("silent" in one for one in said)
