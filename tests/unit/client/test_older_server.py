@@ -69,7 +69,7 @@ class OlderGames(OlderServer):
             for name, value in spec["evaluation"].items()
             if name not in EvaluationSpec.model_fields
         ]
-        if spec["evaluation"]["episodes"] > 1000:
+        if spec["evaluation"].get("episodes", 1) > 1000:
             mistakes.append({"field": "evaluation.episodes", "value": 2000, "problem": "must be at most 1000"})
         if mistakes:
             title = {"title": "the spec has mistakes", "errors": mistakes}
