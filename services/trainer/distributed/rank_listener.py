@@ -78,7 +78,7 @@ class RankListener:
                     rank = min(missing)
                     worker = self._worker_of[rank]
                     late = f"rank {rank} on {worker} did not connect within {timeout_s:g} s"
-                    self.fail(RankLost(f"{late} to {self.host}:{self.port}; can its machine reach that?", worker))
+                    self.fail(RankLost(f"{late} to {self.host}:{self.port} (can its machine reach that?)", worker))
                     break
                 try:
                     connection, _ = listener.accept()

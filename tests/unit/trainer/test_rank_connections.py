@@ -153,7 +153,7 @@ async def test_members_that_do_not_take_their_ranks_are_named(
     monkeypatch.setattr(trainer_group, "MEET_S", 0.1)
     lease = msgspec.structs.replace(LEASE, group=(*SHARES, RankShare("trainer-2", "c", 1)))
     await trainer_group.call_members(SimpleNamespace(bus=Bus()), lease, listener)  # type: ignore[arg-type]
-    with pytest.raises(RankLost, match=r"did not take their ranks within 0.1 s: trainer-2$"):
+    with pytest.raises(RankLost, match=r"did not take their ranks within 0.1 s: trainer-2;"):
         listener.accept(WAIT_S)
 
 
