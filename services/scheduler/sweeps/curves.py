@@ -9,8 +9,11 @@ from itertools import accumulate
 from typing import Any
 
 from opentinker.services.scheduler.sweeps.early_stopping import rungs
+from opentinker.shared.data.step_log import TRAINER_SOURCE, metric_prefix
 from opentinker.shared.spec.sweeps.table import SweepTable
+from opentinker.shared.types.core import split_part
 from opentinker.shared.types.sweeps import Trial
+from opentinker.shared.types.telemetry import MetricPoint
 
 MAX_POINTS = 10_000
 """Points of a history that are kept; of a longer one, every second."""
@@ -19,7 +22,8 @@ LARGEST = 1e300
 
 
 class History:
-    """One metric of one job. A step that is trained again replaces its earlier value."""
+    """One metric of one job, along the steps that led to its present weights: a trainer that begins again at an earlier
+    step, after a rewind or a kill, discards the values from there on."""
 
     def __init__(self, table: SweepTable) -> None:
         assert table.metric is not None and table.window is not None
@@ -29,14 +33,24 @@ class History:
         self._values: dict[int, float] = {}
         self._passed: dict[int, float] = {}
         """Moving means at the rungs that were passed before points were left out."""
+        self._begins: dict[str, int] = {}
+        """First step of each trainer, by incarnation, in the order of their points."""
         self.names: set[str] = set()
         """Metrics that the job has reported."""
 
-    def add(self, step: int, values: dict[str, float]) -> None:
-        """Add a point."""
+    def add(self, point: MetricPoint) -> None:
+        step = point.step
         if len(self.names) < MAX_POINTS:
-            self.names |= values.keys()
-        value = values.get(self._metric, math.nan)
+            self.names |= point.values.keys()
+        source, policy = split_part(point.source)
+        if source == TRAINER_SOURCE and self._metric.startswith(metric_prefix(policy)):
+            if point.incarnation not in self._begins:
+                self._begins[point.incarnation] = step
+                self._values = {at: value for at, value in self._values.items() if at < step}
+                self._passed = {rung: mean for rung, mean in self._passed.items() if rung < step}
+            elif self._is_discarded(point):  # delivered again
+                return
+        value = point.values.get(self._metric, math.nan)
         if abs(value) <= LARGEST:
             self._values[step] = value
             if self._passed and step <= max(self._passed):  # trained again
@@ -44,6 +58,12 @@ class History:
             if len(self._values) > MAX_POINTS:
                 self._passed = self.rungs()
                 self._values = dict(sorted(self._values.items())[::-2])
+
+    def _is_discarded(self, point: MetricPoint) -> bool:
+        """Return whether a later trainer has begun at or before the step of this trainer's point."""
+        begins = [*self._begins]
+        later = begins[begins.index(point.incarnation) + 1 :]
+        return any(self._begins[incarnation] <= point.step for incarnation in later)
 
     @property
     def step(self) -> int:

@@ -129,7 +129,7 @@ class RunningSweep:
         while more:
             page, more = await self._metrics.page(record, self._cursors.get(record.id, 0), PAGE, "*")
             for cursor, point in page:
-                history.add(point.step, point.values)
+                history.add(point)
                 self._cursors[record.id] = cursor
         return history
 

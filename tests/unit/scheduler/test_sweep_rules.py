@@ -14,6 +14,7 @@ from opentinker.services.scheduler.sweeps.early_stopping import judge, last_rung
 from opentinker.services.scheduler.sweeps.metric_names import absent_metric
 from opentinker.shared.spec.sweeps.table import EarlyStoppingSpec, SweepTable
 from opentinker.shared.types.sweeps import Trial, TrialJob, TrialState
+from opentinker.shared.types.telemetry import MetricPoint
 
 LR = {"train.lr": {"low": 1e-6, "high": 1e-2, "log": True}}
 
@@ -23,10 +24,17 @@ def table(parameters: Any = None, kind: str = "rl", **fields: Any) -> SweepTable
     return SweepTable.model_validate(made).with_defaults(kind)
 
 
+def point(
+    step: int, value: float, incarnation: str = "a", source: str = "trainer", metric: str = "reward/mean"
+) -> MetricPoint:
+    values, time = {metric: value, "other": 0.0}, float(step)
+    return MetricPoint(job="j", source=source, incarnation=incarnation, seq=step, time=time, step=step, values=values)
+
+
 def history(values: list[float], **fields: Any) -> History:
     found = History(table(**fields))
     for step, value in enumerate(values, 1):
-        found.add(step, {"reward/mean": value, "other": 0.0})
+        found.add(point(step, value))
     return found
 
 
@@ -87,7 +95,7 @@ def test_a_huge_value_takes_no_digits_of_later_ones() -> None:
 
 def test_a_step_that_is_trained_again_counts_once() -> None:
     found = history([1.0, 2.0, 9.0], window=3)
-    found.add(3, {"reward/mean": 3.0})
+    found.add(point(3, 3.0))
     assert (found.value(), found.step, found.names) == (2.0, 3, {"reward/mean", "other"})
 
 
@@ -144,14 +152,51 @@ def test_a_trial_is_judged_by_the_same_steps_of_long_ones(rule: dict[str, Any], 
 def test_a_rung_has_the_mean_of_the_last_point_before_it_as_it_was_trained_last() -> None:
     found = History(table(window=1, early_stopping=HALVING))
     for step in range(50, MAX_POINTS + 60):
-        found.add(step, {"reward/mean": float(step)})
+        found.add(point(step, float(step)))
     before = found.rungs()
     assert before == {60: 60.0, 180: 180.0, 540: 540.0, 1620: 1620.0, 4860: 4860.0}
-    found.add(170, {"reward/mean": -1.0})
+    found.add(point(170, -1.0))
     assert found.rungs()[60] == 60.0 and found.rungs()[180] in (179.0, 180.0), "half of the points are left"
-    found.add(180, {"reward/mean": -2.0})
+    found.add(point(180, -2.0))
     assert (found.rungs()[60], found.rungs()[180]) == (60.0, -2.0)
     assert history([1.0] * 30).rungs() == {}, "no rule, no rungs"
+
+
+@pytest.mark.parametrize("summary", ["last", "mean", "best"])
+def test_the_steps_that_a_job_went_back_from_do_not_count(summary: str) -> None:
+    found = History(table(window=1, summary=summary, early_stopping={"rule": "median", "min_steps": 10}))
+    collapsed = [point(step, 9.0) for step in range(1, 61)]
+    again = [point(step, 0.5, "b") for step in range(1, 51)]
+    for one in collapsed + again[40:45] + collapsed[-3:] + again[45:]:  # a page may give points twice
+        found.add(one)
+    value = {"last": 0.5, "mean": (40 * 9.0 + 10 * 0.5) / 50, "best": 9.0}[summary]
+    assert found.step == 50 and found.value() == pytest.approx(value)
+    assert found.rungs() == {10: 9.0, 20: 9.0, 30: 9.0, 40: 9.0, 50: 0.5}
+    found.add(point(51, 0.5, "b"))
+    assert found.step == 51
+
+
+def test_only_the_trainer_of_the_metric_s_policy_discards_steps() -> None:
+    solver, reward = "trainer~solver", "solver/reward/mean"
+    plain, of_policy = History(table(window=1)), History(table(window=1, metric=reward))
+    for step in range(1, 11):
+        plain.add(point(step, 1.0))
+        of_policy.add(point(step, 1.0, "a", solver, reward))
+    for source in ("validation", "rollout-worker-0"):
+        plain.add(point(4, 1.0, "b", source))
+    of_policy.add(point(4, 1.0, "b", "trainer~proposer", "proposer/reward/mean"))
+    assert (plain.step, of_policy.step) == (10, 10)
+    of_policy.add(point(6, 2.0, "b", solver, reward))
+    assert (of_policy.step, of_policy.value()) == (6, 2.0)
+
+
+def test_a_trainer_that_begins_again_discards_evaluations_too() -> None:
+    found = History(table(window=1, metric="val/reward/mean"))
+    for step in (10, 20, 30):
+        found.add(point(step, 0.0))
+        found.add(point(step, step / 10, "e", "validation", "val/reward/mean"))
+    found.add(point(21, 0.0, "b"))
+    assert (found.step, found.value()) == (20, 2.0)
 
 
 def test_the_longest_job_has_a_bounded_number_of_rungs() -> None:
