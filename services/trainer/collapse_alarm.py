@@ -30,9 +30,10 @@ import numpy as np
 
 from opentinker.shared.spec import AlgorithmSpec, TrainSpec
 from opentinker.shared.spec.evaluation import PREFIX
+from opentinker.shared.spec.train import ALARM_WINDOW
 from opentinker.shared.types.match_results import alike
 
-WINDOW = 20
+WINDOW = ALARM_WINDOW
 CALM = WINDOW
 """Steps without its condition after which an alarm is over."""
 EQUAL_SHARE = 0.9

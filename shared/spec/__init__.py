@@ -14,7 +14,7 @@ from opentinker.shared.spec.algorithm import AlgorithmSpec
 from opentinker.shared.spec.artifacts import ArtifactSpec, settle_best, settle_kept
 from opentinker.shared.spec.base import STORED, SpecPart
 from opentinker.shared.spec.data import DataSpec, DpoSpec, settle_supervised
-from opentinker.shared.spec.deterministic import broken_promises, cannot_rewind
+from opentinker.shared.spec.deterministic import broken_promises, cannot_rewind, idle_rewinds
 from opentinker.shared.spec.engines import settle_lora, settle_shared
 from opentinker.shared.spec.evaluation import (
     EvalJobSpec,
@@ -259,7 +259,7 @@ class JobSpec(SpecPart):
         return found + broken_promises(self) + cannot_rewind(self) + contradictions(self)
 
     def mistakes_at_submission(self) -> list[dict[str, Any]]:
-        return metric_mistakes(self)
+        return metric_mistakes(self) + idle_rewinds(self)
 
     def _settle_learning(self) -> list[dict[str, Any]]:
         """Return mistakes between [model], [algorithm] and [train], of the job or of a policy."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from opentinker.shared.spec.matches.policies import spec_of
 from opentinker.shared.spec.matches.seats import all_players
+from opentinker.shared.spec.train import ALARM_WINDOW, SIMULATED
 from opentinker.shared.types.mistakes import mistake
 
 if TYPE_CHECKING:
@@ -18,6 +20,10 @@ TIMED = re.compile(
     r"|(queue|swap|dropped|failed)/.*"
 )
 """Metrics that say how long something took, or what was lost on the way."""
+BOUNDS = {"entropy": "entropy_alarm", "reward_cliff": "collapse_alarm"}
+"""Settings of [train] with the bound of an alarm, if not in `train.alarms`."""
+OF_TENSORS = {"entropy", "kl", "ratio_tails", "non_finite"}
+"""Causes of a rewind that a simulated learner does not know."""
 
 
 Broken = list[tuple[str, Any, str]]
@@ -56,6 +62,42 @@ def cannot_rewind(spec: JobSpec) -> list[dict[str, Any]]:
     elif spec.pools:
         why = "cannot work with [pools]: members made of discarded steps have been met by others"
     return [mistake("train.rewind_on", spec.train.rewind_on, why)] if why else []
+
+
+def idle_rewinds(spec: JobSpec) -> list[dict[str, Any]]:
+    """Return causes of `train.rewind_on` for which the job could never go back."""
+    train = spec.train
+    if not train.rewind_on or not train.steps or cannot_rewind(spec):
+        return []
+    why_not = {cause: why for cause in train.rewind_on if (why := _never(spec, cause))}
+    found = [mistake("train.rewind_on", train.rewind_on, f"{cause!r} {why}") for cause, why in why_not.items()]
+    every, latest = train.checkpoint_every, train.steps - ALARM_WINDOW
+    why = f"train.rewind_on needs a checkpoint from before the {ALARM_WINDOW} steps that an alarm looks at"
+    if set(train.rewind_on) == {"non_finite"}:
+        if every >= train.steps:
+            problem = f"must be below the {train.steps} steps of the job: train.rewind_on needs a checkpoint"
+            found.append(mistake("train.checkpoint_every", every, problem))
+        return found
+    if latest < 1:
+        found.append(mistake("train.steps", train.steps, f"must be more than {ALARM_WINDOW}: {why}"))
+    elif every > latest:
+        problem = f"must be at most {latest} in a job of {train.steps} steps: {why}"
+        found.append(mistake("train.checkpoint_every", every, problem))
+    if train.keep_checkpoints * every < ALARM_WINDOW:
+        problem = f"must be at least {1 - (1 - ALARM_WINDOW) // every} with checkpoint_every = {every}: {why}"
+        found.append(mistake("train.keep_checkpoints", train.keep_checkpoints, problem))
+    return found
+
+
+def _never(spec: JobSpec, cause: str) -> str:
+    """Return why a cause never occurs in the job; empty if it may."""
+    train = spec.train
+    if train.learner == "simulated" and cause in OF_TENSORS:
+        return f"does not apply to train.{SIMULATED}"
+    if cause == "zero_variance" and spec.algorithm.learns_from == "more":
+        return "never rings in this job, which learns from groups of equal rewards too"
+    bound = BOUNDS.get(cause, f"alarms.{cause}")
+    return "" if cause == "non_finite" or attrgetter(bound)(train) else f"never rings: train.{bound} is 0"
 
 
 def _in_sampling(spec: JobSpec) -> Broken:

@@ -28,6 +28,8 @@ SIMULATED = "learner = 'simulated'"
 RewindCause = Literal["entropy", "reward_cliff", "zero_variance", "length_drift", "kl", "ratio_tails", "non_finite"]
 ALARMS = ("entropy", "reward_cliff", "zero_variance", "length_drift", "kl", "ratio_tails")
 """Names of the alarms, as in the metrics `alarm/NAME`."""
+ALARM_WINDOW = 20
+"""Steps that an alarm looks at; a job goes back to a checkpoint from before them."""
 
 
 class AlarmBounds(SpecPart):

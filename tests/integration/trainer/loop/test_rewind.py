@@ -12,6 +12,7 @@ from opentinker.services.trainer.learners.base import SimulatedLearner
 from opentinker.services.trainer.rl_loop import TrainerJob
 from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.runtime.service import Context
+from opentinker.shared.spec import read_stored
 from opentinker.shared.state.admission import Admission
 from opentinker.shared.types.core import JobState, Lease, Pool, WeightVersion
 from opentinker.shared.types.errors import JobFailed, RestartNeeded
@@ -39,18 +40,17 @@ class Cured(Falling):
 
 
 async def prepare(ctx: Context, learner: type[Clumsy] = Falling, **train: Any) -> TrainerJob:
-    spec = make_spec(
-        algorithm__max_staleness=10,
-        train={
-            "learner": "simulated",
-            "steps": STEPS,
-            "simulated_step_s": 0.0,
-            "checkpoint_every": 5,
-            "keep_checkpoints": 10,
-            "rewind_on": ["reward_cliff", "non_finite"],
-            **train,
-        },
-    )
+    settings = {
+        "learner": "simulated",
+        "steps": STEPS,
+        "simulated_step_s": 0.0,
+        "checkpoint_every": 5,
+        "keep_checkpoints": 10,
+        "rewind_on": ["reward_cliff", "non_finite"],
+        **train,
+    }
+    plain = make_spec(algorithm__max_staleness=10).model_dump(mode="json")
+    spec = read_stored({**plain, "train": settings})  # a simulated learner refuses no step, and these do
     await ctx.store.create_job(id=JOB, spec=spec.model_dump(mode="json"), tenant="default")
     await ctx.store.transition(JOB, JobState.STARTING, epoch=1)
     worker = LeasedWorker(ctx, Pool.TRAINER, not_called)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from opentinker.shared.spec import parse_spec
+from opentinker.shared.spec import parse_spec, read_stored
 from opentinker.shared.spec.frozen_models import is_scored
 from tests.support.factories import SMALLEST, refusals
 
@@ -113,5 +113,40 @@ def test_jobs_of_rows_and_of_several_policies_cannot_go_back() -> None:
     train = {"steps": 1, "rewind_on": ["non_finite"]}
     assert "'sft'" in refusals(parse_spec, {**rows, "train": train})["train.rewind_on"]
     assert "policies" in refusals(parse_spec, {**SMALLEST, **two, "train": train})["train.rewind_on"]
-    spec = parse_spec({**SMALLEST, "train": {"steps": 1, "rewind_on": ["kl", "non_finite"]}})
+    spec = parse_spec({**SMALLEST, "train": {"steps": 70, "rewind_on": ["kl", "non_finite"]}})
     assert spec.train.rewinds == 3 and parse_spec(spec.model_dump(mode="json")) == spec
+
+
+@pytest.mark.parametrize(
+    ("train", "field", "reason"),
+    [
+        ({"rewind_on": ["entropy"], "checkpoint_every": 5}, "keep_checkpoints", "at least 5 "),
+        ({"rewind_on": ["entropy"], "checkpoint_every": 9, "keep_checkpoints": 2}, "keep_checkpoints", "at least 4 "),
+        ({"rewind_on": ["kl", "non_finite"], "steps": 69}, "checkpoint_every", "at most 49 in a job of 69"),
+        ({"rewind_on": ["kl"], "steps": 20, "checkpoint_every": 1, "keep_checkpoints": 20}, "steps", "more than 20"),
+        ({"rewind_on": ["non_finite"], "steps": 50}, "checkpoint_every", "below the 50 steps"),
+        ({"rewind_on": ["kl"], "alarms": {"kl": 0}}, "rewind_on", "'kl' never rings: train.alarms.kl is 0"),
+        ({"rewind_on": ["kl", "entropy"], "entropy_alarm": 0}, "rewind_on", "train.entropy_alarm is 0"),
+        ({"rewind_on": ["reward_cliff"], "collapse_alarm": 0}, "rewind_on", "train.collapse_alarm is 0"),
+        ({"rewind_on": ["non_finite"], "learner": "simulated"}, "rewind_on", "learner = 'simulated'"),
+    ],
+)
+def test_a_rewind_that_could_never_happen_is_refused_at_submission(
+    train: dict[str, Any], field: str, reason: str
+) -> None:
+    data = {**SMALLEST, "train": {"steps": 100, **train}}
+    refused = refusals(parse_spec, data)
+    assert refused.keys() == {f"train.{field}"} and reason in refused[f"train.{field}"]
+    assert read_stored(data).train.rewind_on == train["rewind_on"], "a job that was accepted once is read"
+
+
+def test_an_alarm_that_the_algorithm_silences_makes_no_job_go_back() -> None:
+    taught = {"algorithm": {"advantage": "per_turn"}, "train": {"steps": 100, "rewind_on": ["zero_variance"]}}
+    assert "equal rewards" in refusals(parse_spec, {**SMALLEST, **taught})["train.rewind_on"]
+
+
+@pytest.mark.parametrize(("every", "keep"), [(50, 3), (10, 2), (5, 4), (1, 20)])
+def test_a_rewind_that_may_happen_is_accepted(every: int, keep: int) -> None:
+    kept = {"checkpoint_every": every, "keep_checkpoints": keep}
+    assert parse_spec({**SMALLEST, "train": {"steps": 20 + every, "rewind_on": ["kl"], **kept}})
+    assert parse_spec({**SMALLEST, "train": {"steps": 1 + every, "rewind_on": ["non_finite"], **kept}})
