@@ -6,9 +6,10 @@ tickets -> groups of episodes (generate, ask the environment, ...) -> batches ->
 The rule of shared/state/staleness.py issues tickets; a rollout worker plays as many groups concurrently as the job
 allows; an episode holds a session of a randomly chosen env worker from its beginning to its end, and waits in its queue
 for a while if it is full (shared/messaging/env_client.py); the trainer takes whole batches in the order in which groups
-arrive; every rollout worker pauses for a swap. An engine divides its tokens a second evenly between its sequences, none
-of which is faster than it would be alone. Not simulated: retries, oversampling, reference models, validation, and the
-start of workers. `python -m loadtest steady slow-env` checks it against real runs.
+arrive; every rollout worker pauses for a swap, and during steps if its engine sleeps then. An engine divides its tokens
+a second evenly between its sequences, none of which is faster than it would be alone. Not simulated: retries,
+oversampling, reference models, validation, and the start of workers. `python -m loadtest steady slow-env` checks it
+against real runs.
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ class Work:
     """Per optimizer step."""
     swap_s: float = 0.0
     """For which an engine stands still at each new version."""
+    sleeps: bool = False
+    """Whether engines stand still during each optimizer step, which begins after the swap before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +101,8 @@ class _Engine:
         self._env, self._work = env, work
         self._running: list[tuple[float, int, simpy.Event]] = []
         self._done = self._since = self.busy_s = 0.0
-        self._paused = False
+        self._pauses = 0
+        """Reasons to stand still now."""
         self._round = self._number = 0
         self.version = 0
         """Version of the weights that sample the next token."""
@@ -113,23 +117,27 @@ class _Engine:
 
     def swap(self, version: int, seconds: float) -> Generator[simpy.Event, Any, None]:
         self._advance()
-        self._paused = True
         self.version = max(self.version, version)
+        yield from self.pause(seconds)
+
+    def pause(self, seconds: float) -> Generator[simpy.Event, Any, None]:
+        self._advance()
+        self._pauses += 1
         self._schedule()
         yield self._env.timeout(seconds)
         self._advance()
-        self._paused = False
+        self._pauses -= 1
         self._schedule()
 
     def _rate(self) -> float:
-        if self._paused or not self._running:
+        if self._pauses or not self._running:
             return 0.0
         return min(1.0 / max(self._work.token_s, 1e-9), self._work.tokens_per_s / len(self._running))
 
     def _advance(self) -> None:
         passed = self._env.now - self._since
         self._done += self._rate() * passed
-        self.busy_s += passed if self._running and not self._paused else 0.0
+        self.busy_s += passed if self._running and not self._pauses else 0.0
         self._since = self._env.now
 
     def _schedule(self) -> None:
@@ -165,6 +173,8 @@ class _Pipeline:
         self.tickets, self.groups = simpy.Store(self.env), simpy.Store(self.env)
         self.random = np.random.default_rng(seed)
         self.issued = self.trained = self.served = 0
+        self.serving: simpy.Event = self.env.timeout(0.0)
+        """The end of the newest version's swap."""
         self.waited_s = self.session_s = self.tokens = 0.0
         self.staleness: list[int] = []
 
@@ -257,10 +267,14 @@ class _Pipeline:
                     continue
                 self.staleness += [self.trained - version for version in versions]
                 taken += 1
+            if self.work.sleeps:
+                yield self.serving
+                for engine in self.engines:
+                    self.env.process(engine.pause(self.work.train_s))
             self.waited_s += self.env.now - began
             yield self.env.timeout(self.work.train_s)
             self.trained += 1
-            self.env.process(self._serve(self.trained))
+            self.serving = self.env.process(self._serve(self.trained))
 
     def _serve(self, version: int) -> Generator[simpy.Event, Any, None]:
         yield self.env.all_of([self.env.process(engine.swap(version, self.work.swap_s)) for engine in self.engines])

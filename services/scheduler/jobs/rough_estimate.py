@@ -109,7 +109,8 @@ def _step(spec: JobSpec, steps: int) -> _Step | None:
         sizes[own.model.base] = f"{parameters_text(count)} ({source})"
         phases.append(_phases(own, count, steps, 1 / len(policies)))
     sampling, training = (sum(seconds) for seconds in zip(*phases, strict=True))
-    overlapped = spec.kind == "rl" and min(own.algorithm.max_staleness for own in policies) > 0
+    stale = spec.kind == "rl" and min(own.algorithm.max_staleness for own in policies) > 0
+    overlapped = stale and spec.rollout.sleep != "always"
     step_s = max(sampling, training) if overlapped else sampling + training
     models = " and ".join(dict.fromkeys(sizes.values()))
     uses = ((spec.resources.rollout_gpus, _samplers(spec)), (spec.resources.trainer_gpus, spec.kind != "eval"))
@@ -173,6 +174,7 @@ def _simulated_step_s(spec: JobSpec) -> float | None:
         env_s=0.0,
         train_s=train_s,
         swap_s=rollout.toy.swap_seconds,
+        sleeps=rollout.sleep == "always",
     )
     pools = Pools(rollout_workers=spec.resources.rollout_workers, env_workers=1, sessions=NEVER_FULL)
     return predict(work, pools, SIMULATED_STEPS).step_s

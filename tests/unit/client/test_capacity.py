@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from opentinker.cli import app
 from opentinker.cli.planning.estimates import models_of, parameters_of, players_of
-from opentinker.cli.planning.plan import measured_of, trained_of, work_of
+from opentinker.cli.planning.plan import limit, measured_of, trained_of, work_of
 from opentinker.cli.planning.schedules import joint_batch, policy_steps
 from opentinker.envs.registry import _found, find
 from opentinker.shared.data.pipeline_simulation import Pools, Work, enough_env_workers, predict
@@ -46,6 +46,36 @@ def test_without_staleness_a_step_takes_the_sum_and_with_it_the_longest() -> Non
 def test_a_swap_stops_generation_and_not_the_trainer() -> None:
     assert predict(replace(WORK, swap_s=0.1), ONE).step_s == pytest.approx(0.6, rel=0.01)
     assert predict(replace(WORK, swap_s=0.1, train_s=2.0), ONE).step_s == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_engines_that_sleep_during_steps_take_turns_with_the_trainer(staleness: int) -> None:
+    work = replace(WORK, max_staleness=staleness, sleeps=True)
+    found = predict(work, ONE)
+    assert found.step_s == pytest.approx(0.5 + 0.3, rel=0.02)
+    assert found.engines_busy == pytest.approx(0.5 / 0.8, rel=0.02) and "take turns" in limit(work, found)
+    with_swap = predict(replace(work, swap_s=0.1), ONE)
+    assert with_swap.step_s == pytest.approx(0.5 + 0.3 + 0.1, rel=0.02), "a step begins after the swap"
+
+
+def test_the_plan_of_a_job_says_whether_its_engines_sleep() -> None:
+    data: dict[str, Any] = {
+        "name": "x",
+        "model": {"base": "a/b-1B"},
+        "environment": {"name": "copy_digits"},
+        "rollout": {"sleep": "always"},
+        "train": {"steps": 10},
+        "resources": {"trainer_ranks": 4},
+    }
+    known = {"env_s": 0.0}
+    work, reasons, _ = work_of(parse_spec(data), known, 0.5)
+    assert work.sleeps and "engines stand still during each step" in " ".join(reasons)
+    assert "its 4 ranks share that" in " ".join(reasons)
+    of_gpus = {**data, "rollout": {}, "resources": {"trainer_gpus": 1, "rollout_gpus": 1}}
+    work, reasons, _ = work_of(parse_spec(of_gpus), known, 0.5)
+    assert not work.sleeps and "--set rollout.sleep=always" in " ".join(reasons)
+    never = {**of_gpus, "rollout": {"sleep": "never"}}
+    assert "sleep" not in " ".join(work_of(parse_spec(never), known, 0.5)[1])
 
 
 def test_an_engine_shares_its_tokens_and_more_engines_have_more() -> None:
@@ -95,7 +125,7 @@ def test_as_many_env_workers_as_change_something() -> None:
         group_size=st.integers(1, 4), groups_per_batch=st.integers(1, 6), max_staleness=st.integers(0, 3),
         concurrent_groups=st.integers(1, 8), turns=st.floats(1, 3), tokens=st.floats(1, 50),
         token_s=st.floats(0, 0.05), tokens_per_s=st.floats(10, 1000), spread=st.floats(0, 1),
-        env_s=st.floats(0, 0.3), train_s=st.floats(0.01, 1), swap_s=st.floats(0, 0.2),
+        env_s=st.floats(0, 0.3), train_s=st.floats(0.01, 1), swap_s=st.floats(0, 0.2), sleeps=st.booleans(),
     ),
     rollout=st.integers(1, 3), env=st.integers(1, 3), sessions=st.integers(1, 8),
 )  # fmt: skip

@@ -56,11 +56,24 @@ def estimated(spec: JobSpec, turns: float, tokens: float, missing: set[str]) -> 
             f"{batch_tokens(spec, own, turns, tokens):.3g} tokens of {parameters_text(model.parameters)}"
             for own, model in zip(own_specs(spec).values(), models_of(spec), strict=True)
         )
-        reasons.append(f"assumed: --train-s {values['train_s']:.3g}, for {trained} on {machine.name}")
+        ranks = 1 if spec.resources.trainer_gpus else spec.resources.ranks
+        share = f"; its {ranks} ranks share that, and are faster on machines of their own" if ranks > 1 else ""
+        reasons.append(f"assumed: --train-s {values['train_s']:.3g}, for {trained} on {machine.name}{share}")
     if "env_s" in missing:
         values["env_s"], why = _env_s(spec)
         reasons.append(f"{why}: --env-ms {values['env_s'] * 1e3:.3g}")
     return Estimate({name: value for name, value in values.items() if name in missing}, reasons)
+
+
+def sleep_reasons(spec: JobSpec) -> list[str]:
+    """Return what the plan takes for granted about engines that sleep during steps."""
+    resources, rollout = spec.resources, spec.rollout
+    if rollout.sleep == "always":
+        return ['rollout.sleep = "always": engines stand still during each step']
+    if rollout.sleep == "auto" and resources.trainer_gpus and resources.rollout_gpus and not spec.policies:
+        return ["assumed: engines do not sleep during steps. On the trainer's GPU, if it is too small for both, they"
+                " do: --set rollout.sleep=always"]  # fmt: skip
+    return []
 
 
 class Model(NamedTuple):

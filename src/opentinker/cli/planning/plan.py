@@ -25,6 +25,7 @@ FEWEST = 3
 RECENT = 20
 ENOUGH = 1.1
 """Workers that shorten a step by less than this factor are not worth having."""
+IN_TURN = "generation and training, which take turns (rollout.sleep)"
 Like = Annotated[
     str | None,
     typer.Option(
@@ -84,6 +85,8 @@ def plan(
     known = {**measured, **{name: value for name, value in said.items() if value is not None}}
     cost, blocks = _demands(spec.environment.name)
     work, reasons, paces = work_of(spec, known, spread, {} if train_s is not None else trained_of(points))
+    if work.sleeps and like is not None and token_ms is None:
+        reasons.append(f"if engines of {like} slept during steps, its time per token has that in it: give --token-ms")
     rows = [_row(work, pools, spec, paces) for pools in _pools(rollout_workers, sessions, blocking or blocks, cost)]
     told = advice(work, rows, spec)
     if as_json:
@@ -118,7 +121,7 @@ def work_of(
 ) -> tuple[Work, list[str], Mapping[str, Pace]]:
     """Values that are not `known` come from the job, if it exists, and are estimated otherwise; the sentences explain
     each. With the pace of each policy in training. `trained`: measured seconds per step of policies, by name."""
-    from opentinker.cli.planning.estimates import estimated, seconds_alone
+    from opentinker.cli.planning.estimates import estimated, seconds_alone, sleep_reasons
     from opentinker.cli.planning.schedules import paces_of, pipeline_of
     from opentinker.shared.data.dry_run_policies import memory
     from opentinker.shared.data.pipeline_simulation import Work
@@ -147,6 +150,7 @@ def work_of(
         reasons.append(f"assumed, by the size of what each policy trains: a step of its own takes {shown}")
     if (held := memory(spec))["result"] == "ok":
         reasons.append(f"memory: {held['found']}; {held['hint']}")
+    reasons += sleep_reasons(spec)
     if "tokens" not in known:
         reasons.append(f"assumed: --turns {turns:g} --tokens {values['tokens']:g}, as many as the job allows")
     return (
@@ -156,6 +160,7 @@ def work_of(
             max_staleness=batch.max_staleness,
             concurrent_groups=rollout.max_concurrent_groups,
             spread=spread,
+            sleeps=rollout.sleep == "always",
             **values,
             **found.values,
         ),
@@ -176,6 +181,9 @@ def advice(work: Work, rows: Sequence[Mapping[str, Any]], spec: JobSpec) -> list
     if few["limited_by"] == "training":
         return [*told, f"a step is {few['step_s']:.3g} s, of which training takes {work.train_s:.3g} s: more workers do"
                 " not shorten it; a GPU (resources.trainer_gpus) or a smaller batch does"]  # fmt: skip
+    if few["limited_by"] == IN_TURN:
+        return [*told, f"a step is {few['step_s']:.3g} s: during the {work.train_s:.3g} s of training nothing is"
+                " generated; another GPU, so that engines need not sleep, or a smaller batch shortens it"]  # fmt: skip
     by_turn = max(work.token_s, 1.0 / work.tokens_per_s) * work.tokens
     if work.env_s > by_turn:
         return [*told, f"a step is {few['step_s']:.3g} s: an episode waits {work.turns * work.env_s:.3g} s for its"
@@ -277,6 +285,8 @@ def limit(work: Work, found: Prediction) -> str:
         return "training"
     if found.engines_busy > 0.9:
         return "generation"
+    if work.sleeps and found.engines_busy + 1 - found.trainer_waits > 0.9:
+        return IN_TURN
     by_turn = {"generation": work.tokens * work.token_s, "the environment": work.env_s}
     return f"{max(by_turn, key=lambda part: by_turn[part])} (max_concurrent_groups, max_staleness)"
 
