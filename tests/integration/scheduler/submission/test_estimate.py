@@ -168,6 +168,8 @@ def test_without_a_job_like_it_round_figures_are_assumed_and_said_to_be(ctx: Con
     assert found["cost"] == pytest.approx(found["worker_s"] / 1000) and found["currency"] == "EUR"
     tokens = spec.algorithm.group_size * spec.algorithm.groups_per_batch * spec.rollout.max_tokens
     assert found["seconds"] == pytest.approx(10 * 6 * 6e8 * 2 * tokens / 1e11), "training takes longest on a CPU"
+    asleep = rough_estimate(settings, make_spec(**trained, rollout__sleep="always"), 10)
+    assert asleep is not None and asleep["seconds"] > found["seconds"], "engines that sleep sample before or after it"
     larger = rough_estimate(settings, spec, 30)
     assert larger is not None and larger["seconds"] == pytest.approx(3 * found["seconds"])
     assert larger["worker_s"] == pytest.approx(3 * found["worker_s"])
