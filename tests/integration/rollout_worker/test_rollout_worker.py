@@ -129,7 +129,8 @@ class Gated(Mortal):
 
 async def test_a_worker_without_weights_or_tickets_says_so_on_the_timeline(bench: Bench) -> None:
     await bench.issue(1)
-    engine, said = Gated(), []
+    engine = Gated()
+    said: list[str] = []
 
     async def hear(part: TimelinePart) -> None:
         said.extend(one.kind for one in part.segments)
