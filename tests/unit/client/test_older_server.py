@@ -46,7 +46,8 @@ def test_environments_are_listed_and_described(monkeypatch: pytest.MonkeyPatch) 
 
 def test_environments_are_completed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(opentinker.client, "Client", OlderServer)
-    about = typer.main.get_command(app).commands["env"].commands["about"]
+    command: Any = typer.main.get_command(app)
+    about = command.commands["env"].commands["about"]
     context = about.make_context("about", ["--url", "http://127.0.0.1:1", "ban"], resilient_parsing=True)
     assert complete.environments(context, "ban") == [("bandit", "built in")]
 
