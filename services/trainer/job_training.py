@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,6 +39,14 @@ async def train_all(jobs: list[TrainerJob]) -> None:
     for task in sorted(running, key=lambda task: task not in first):  # what went wrong in the others came of that
         if not task.cancelled() and (error := task.exception()) is not None:
             raise error
+
+
+def release_memory() -> None:
+    """Give the memory of a job back, on the GPU too, where torch would keep it for later tensors."""
+    gc.collect()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 async def close(learner: Any) -> None:

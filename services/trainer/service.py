@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
-import sys
 from contextlib import AsyncExitStack, suppress
 from typing import Any
 
@@ -14,8 +12,8 @@ from opentinker.services.trainer.distributed.member_ranks import host_ranks
 from opentinker.services.trainer.distributed.rank_connections import RankLost
 from opentinker.services.trainer.distributed.rank_listener import RankListener
 from opentinker.services.trainer.distributed.trainer_group import formed, spec_of_group
-from opentinker.services.trainer.job_training import close, train
-from opentinker.services.trainer.learners.base import SimulatedLearner
+from opentinker.services.trainer.job_training import close, release_memory, train
+from opentinker.services.trainer.learners.base import SimulatedLearner, device_of
 from opentinker.services.trainer.shared_service import serve_shared
 from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.runtime.service import Context
@@ -56,7 +54,7 @@ async def _train(worker: LeasedWorker, lease: Lease, spec: JobSpec, listener: Ra
         root = worker.ctx.settings.data_dir / "jobs" / part / "checkpoints"
         worker.leftovers.append(checkpoint.orphan_pattern(root, lease.epoch))
     async with AsyncExitStack() as held:
-        held.callback(_release)
+        held.callback(release_memory)
         learners = {}
         for policy in spec.policies or ("",):
             own = spec_of_group(spec_of(spec, policy), lease)
@@ -65,19 +63,11 @@ async def _train(worker: LeasedWorker, lease: Lease, spec: JobSpec, listener: Ra
         await train(worker, lease, spec, learners)
 
 
-def _release() -> None:
-    """Give the memory of a job back, on the GPU too, where torch would keep it for later tensors."""
-    gc.collect()
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
-
-
 def make_learner(spec: JobSpec, listener: RankListener | None = None) -> Any:
     """Return a `Learner` for rl, a `RowLearner` for the other kinds. `listener`: for ranks of other trainers."""
     if spec.train.learner == "simulated":
         return SimulatedLearner(spec)
-    kind, device = _learners(spec.resources.ranks)[spec.kind], "cuda" if spec.resources.trainer_gpus else "cpu"
+    kind, device = _learners(spec.resources.ranks)[spec.kind], device_of(spec)
     return kind(spec, device) if listener is None else kind(spec, device, listener)
 
 

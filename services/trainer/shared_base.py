@@ -7,7 +7,6 @@ such a process jobs of one base only; a job of another one waits here until the 
 from __future__ import annotations
 
 import asyncio
-import gc
 import shutil
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
@@ -18,6 +17,8 @@ from typing import TYPE_CHECKING, Self
 import structlog
 
 from opentinker.services.trainer.cpu_shares import CpuShares
+from opentinker.services.trainer.job_training import release_memory
+from opentinker.services.trainer.learners.base import device_of
 from opentinker.shared.asyncio_tools import cancel_and_wait, finish_uncancelled
 from opentinker.shared.data.readable_paths import opening
 from opentinker.shared.durable_files import local_path
@@ -150,9 +151,10 @@ class SharedBase:
     async def _open(self, before: asyncio.Task[BankLoop] | None, job: str, spec: JobSpec) -> BankLoop:
         if before is not None:
             await asyncio.wait([before])
+            del before  # with its bank: both bases need not fit at once
         try:
             await self._held.aclose()
-            gc.collect()
+            await asyncio.to_thread(release_memory)
             async with opening(self._ctx.store, self._ctx.settings, job):
                 loop = await asyncio.to_thread(self._load, spec)
             with outside_job_log():  # it serves later jobs, too, which may be other tenants'
@@ -177,6 +179,7 @@ class SharedBase:
         from opentinker.services.trainer.bank.bank_loop import BankLoop
         from opentinker.services.trainer.bank.base_model import BaseModel
         from opentinker.services.trainer.bank.limits import BankLimits
+        from opentinker.services.trainer.learners.policy_model import require_device
 
         tokens = self._ctx.settings.bank_tokens
         limits = BankLimits(
@@ -185,7 +188,8 @@ class SharedBase:
         )  # fmt: skip
         store = self._ctx.settings.data_dir / "run" / "banks" / self._ctx.worker
         shutil.rmtree(store, ignore_errors=True)  # jobs resume from their checkpoints, not from what a bank has evicted
-        model = BaseModel(spec.model.base, spec.model.dtype)
+        require_device(device := device_of(spec))
+        model = BaseModel(spec.model.base, spec.model.dtype, device)
         clients = spec.tinker.max_adapters if spec.kind == "tinker" else 0
         slots = None if self._ctx.settings.bank_measures else max(self._ctx.settings.bank_jobs, clients)
         host_bytes = HOST_BYTES

@@ -6,7 +6,7 @@ gpu-check` compares it with what a step takes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from opentinker.shared.spec import JobSpec
@@ -24,6 +24,9 @@ WHOLE_BYTES = (24, 16, 20)
 """The same in float32."""
 
 
+VECTORS = 6
+"""Of float32 that an adapter of a shared trainer has at a time: weights, gradient sum, that with the pass, two moments,
+and one for copies that are sent or stored."""
 EXPERTS_OF_A_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk")
 """Names of the number of experts that compute each token."""
 
@@ -126,24 +129,53 @@ def training_bytes(spec: JobSpec, size: ModelSize, ranks: int | None = None, *, 
     if lora is None:
         weights, trained = 4 * size.parameters, size.parameters
     else:
-        per_layer = 2 * (size.hidden + size.queries) + 2 * (size.hidden + size.keys) + 3 * (size.hidden + size.inner)
-        trained = lora.rank * per_layer * size.layers
+        trained = _trained(size, lora.rank)
         weights = width * size.parameters + 4 * trained
     tokens = max(spec.train.tokens_per_micro_batch, _longest(spec))
-    a, b, c = HALF_BYTES if half else WHOLE_BYTES
-    layer = tokens * (a * size.hidden + b * size.inner + c * (size.queries + 2 * size.keys))
-    recomputes = spec.train.gradient_checkpointing
-    kept = layer + 4 * tokens * size.hidden * size.layers if recomputes else layer * size.layers
     whole = TrainingMemory(
         weights=weights,
         gradients=4 * trained,
         moments=8 * trained,
         casts=2 * size.parameters if half and lora is None else 0,
         snapshot=width * trained if spec.kind == "rl" and leads else 0,
-        activations=kept,
+        activations=_activations(spec, size, tokens),
         logits=LOGIT_BYTES * min(LOGITS_AT_ONCE, tokens * size.vocabulary),
     )
     return _partitioned(spec, size, whole, ranks or spec.resources.ranks)
+
+
+def bank_bytes(specs: Sequence[JobSpec], size: ModelSize, tokens: int) -> int:
+    """Return the memory of a shared trainer that trains these policies and Tinker servers at the peak of a pass of
+    `tokens`, without `CONTEXT_BYTES`. Their passes come at any time. `size`: of the base that they have in common."""
+    base = specs[0]
+    width = 2 if base.model.dtype == "bfloat16" else 4
+    adapters = [(_trained(size, rank), width) for spec in specs for rank in _ranks(spec)]
+    if base.tinker.full_weights:
+        adapters = [(size.parameters, 4 * 3 + width)]  # a stored copy has four vectors; it computes with one in dtype
+    held = sum(count * (4 * VECTORS + extra) for count, extra in adapters)
+    passes = _activations(base, size, tokens)
+    return width * size.parameters + held + passes + LOGIT_BYTES * min(LOGITS_AT_ONCE, tokens * size.vocabulary)
+
+
+def _ranks(spec: JobSpec) -> list[int]:
+    """Return the ranks of the adapters of a spec of one policy."""
+    if spec.kind == "tinker":
+        return [spec.tinker.max_rank] * spec.tinker.max_adapters
+    return [] if spec.model.lora is None else [spec.model.lora.rank]
+
+
+def _trained(size: ModelSize, rank: int) -> int:
+    """Return the parameters of an adapter of all layers."""
+    per_layer = 2 * (size.hidden + size.queries) + 2 * (size.hidden + size.keys) + 3 * (size.hidden + size.inner)
+    return rank * per_layer * size.layers
+
+
+def _activations(spec: JobSpec, size: ModelSize, tokens: int) -> int:
+    """Return the bytes that a pass keeps for its backward pass."""
+    a, b, c = HALF_BYTES if spec.model.dtype == "bfloat16" else WHOLE_BYTES
+    layer = tokens * (a * size.hidden + b * size.inner + c * (size.queries + 2 * size.keys))
+    recomputes = spec.train.gradient_checkpointing
+    return layer + 4 * tokens * size.hidden * size.layers if recomputes else layer * size.layers
 
 
 def _longest(spec: JobSpec) -> int:

@@ -103,7 +103,8 @@ class LeasedWorker:
 
     def _new_info(self, pool: Pool) -> WorkerInfo:
         max_ranks = self.ctx.settings.max_ranks if pool == Pool.TRAINER else 0
-        return worker_info(self.ctx.worker, pool, max_ranks=max_ranks, bank=self._bank)
+        tokens = self.ctx.settings.bank_tokens if self._bank else 0
+        return worker_info(self.ctx.worker, pool, max_ranks=max_ranks, bank=self._bank, bank_tokens=tokens)
 
     @property
     def ending(self) -> bool:
@@ -132,8 +133,8 @@ class LeasedWorker:
 
     async def serve(self) -> None:
         """Run until the service is stopped; a running job may finish within `drain_s`."""
-        gpus = [] if self._bank else await asyncio.to_thread(visible)  # jobs that share a base train on CPUs
-        self.info = msgspec.structs.replace(self.info, gpus=gpus)
+        gpus = await asyncio.to_thread(visible)
+        self.info = msgspec.structs.replace(self.info, gpus=gpus[:1] if self._bank else gpus)  # a bank uses its first
         async with self.ctx.bus.wakes(self._wake, WAKE, who=self.info.id):
             await self.status("idle")
             self.ctx.ready()

@@ -138,10 +138,14 @@ def engine_policies(spec: JobSpec) -> list[EnginePolicy]:
 
 def bank_of(spec: Mapping[str, Any]) -> str:
     """Return what jobs must have in common to share a trainer, from a stored spec; empty if its trainer is its own."""
-    if spec["resources"].get("trainer") != "shared":
-        return ""
+    return bank_name(spec) if spec["resources"].get("trainer") == "shared" else ""
+
+
+def bank_name(spec: Mapping[str, Any]) -> str:
+    """Return the same for a job that may have either trainer."""
     full = (spec.get("tinker") or {}).get("full_weights", False)
-    return base_of(spec) + (", all weights" if full else "")
+    place = " on a GPU" if spec["resources"].get("trainer_gpus") else ""
+    return base_of(spec) + place + (", all weights" if full else "")
 
 
 def base_of(spec: Mapping[str, Any]) -> str:
@@ -197,7 +201,7 @@ def _setting(spec: JobSpec, field: str) -> Any:
 
 def _unshareable_adapter(spec: JobSpec) -> list[tuple[str, Any, str]]:
     """Return field, value and problem of each mistake in a job with one policy."""
-    model, train, lora = spec.model, spec.train, spec.model.lora
+    model, train, lora, gpus = spec.model, spec.train, spec.model.lora, spec.resources.trainer_gpus
     critic = spec.kind == "rl" and spec.algorithm.advantage == "gae" and spec.value_model is None
     targets = [] if lora is None or isinstance(lora.target_modules, str) else lora.target_modules
     embeddings = [target for target in targets if target.rpartition(".")[2] in EMBEDDINGS]
@@ -213,7 +217,7 @@ def _unshareable_adapter(spec: JobSpec) -> list[tuple[str, Any, str]]:
         (train.learner != "torch", "train.learner", train.learner, "trains no adapter"),
         (critic, "algorithm.advantage", "gae",
          f"trains a critic, which is a whole model; set [value_model], or {OWN}"),
-        (spec.resources.ranks > 1, "resources.trainer_ranks", spec.resources.ranks, f"must be 1; {OWN}"),
-        (spec.resources.trainer_gpus > 0, "resources.trainer_gpus", spec.resources.trainer_gpus, f"must be 0; {OWN}"),
+        (gpus > 1, "resources.trainer_gpus", gpus, f"must be 0 or 1; {OWN}"),
+        (gpus < 2 and spec.resources.ranks > 1, "resources.trainer_ranks", spec.resources.ranks, f"must be 1; {OWN}"),
     ]  # fmt: skip
     return [(field, value, problem) for bad, field, value, problem in wrong if bad]

@@ -62,6 +62,10 @@ def settle_tinker(spec: JobSpec) -> list[dict[str, Any]]:
         ]
     if spec.model.fp32_head:
         found.append(mistake("model.fp32_head", True, f"{by}: the base is shared with other jobs"))
-    found += [one for one in nothing_trained(spec) if one["field"] not in ("model.lora", "start.optimizer")]
+    apart = ("model.lora", "start.optimizer", "resources.trainer_gpus")
+    found += [one for one in nothing_trained(spec) if one["field"] not in apart]
+    if (gpus := spec.resources.trainer_gpus) > 1:
+        problem = "must be 0 or 1: the clients' models train together, on the first GPU of a shared trainer"
+        found.append(mistake("resources.trainer_gpus", gpus, problem))
     fill(spec, {"resources": spec.resources.model_copy(update={"trainer": "shared"})})
     return found

@@ -138,7 +138,8 @@ class ResourceSpec(SpecPart):
     shared if the job can and, when it is submitted, such a trainer with a free place for each policy trains this base
     or nothing; otherwise own."""
     trainer_gpus: Annotated[int, Field(ge=0, le=64)] = 0
-    """GPUs of the job's trainers, one rank each; 0: trains on the CPU."""
+    """GPUs of the job's trainers, one rank each; 0: trains on the CPU. With a shared trainer 0 or 1: it trains on its
+    first GPU then, and so do all that share it."""
     rollout_gpus: Annotated[int, Field(ge=0, le=MAX_ENGINE_RANKS)] = 0
     """GPUs of each rollout worker, on one machine; with several, the model is divided among them
     (rollout.tensor_parallel). 0: workers without one are preferred, and vLLM uses the device of its worker."""

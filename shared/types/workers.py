@@ -49,6 +49,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     bank: str = ""
     """Name of the trainer process in which it is one of several, whose jobs share a base model; empty: it trains one
     job alone. `detail` then names the base as long as it has a job."""
+    bank_tokens: int = 0
+    """Tokens of a pass of that process; 0: it did not say, or there is none."""
     cores: int = 0
     """CPUs of its machine; 0: it did not say."""
     machine: str = ""

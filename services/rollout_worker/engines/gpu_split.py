@@ -13,11 +13,19 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from opentinker.shared.asyncio_tools import sleep
-from opentinker.shared.data.gpu_memory import CONTEXT_BYTES, ModelSize, TrainingMemory, model_size, training_bytes
+from opentinker.shared.data.gpu_memory import (
+    CONTEXT_BYTES,
+    ModelSize,
+    TrainingMemory,
+    bank_bytes,
+    model_size,
+    training_bytes,
+)
 from opentinker.shared.data.model_files import parameters_in
 from opentinker.shared.runtime.gpus import used_bytes
 from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.spec import JobSpec, read_stored
+from opentinker.shared.spec.engines import bank_of
 from opentinker.shared.spec.matches.policies import spec_of
 from opentinker.shared.spec.train import engine_ranks
 from opentinker.shared.state.store import Store
@@ -207,7 +215,7 @@ async def _workers(store: Store, spec: JobSpec, job: str) -> list[WorkerInfo]:
     deadline = time.monotonic() + TRAINER_S
     while True:
         found = await store.workers()
-        if spec.kind != "rl" or not spec.resources.trainer_gpus or time.monotonic() >= deadline:
+        if spec.kind not in ("rl", "tinker") or not spec.resources.trainer_gpus or time.monotonic() >= deadline:
             return found
         if any(w.pool == Pool.TRAINER and w.job in (job, None) for w in found):
             return found
@@ -268,12 +276,16 @@ def neighbours(
     here = [w for w in workers if any(own.uuid == gpu.uuid for own in w.gpus)]
     rollout = [w for w in here if w.pool == Pool.ROLLOUT]
     loaded = min(sum(w.status in ("ready", "draining") for w in rollout), max(0, len(rollout) - 1))
-    trainers = [w for w in here if w.pool == Pool.TRAINER]
+    trainers = [w for w in here if w.pool == Pool.TRAINER and not w.bank]
     step = rest = 0
-    if any(w.job in (job, None) for w in trainers):
+    if not _is_shared(spec) and any(w.job in (job, None) for w in trainers):
         step, rest = _trainer(spec, job, trainers, leases)
     there = {w.job for w in trainers}
     taken = [_other_trainer(its, other, trainers, leases) for other, its in jobs.items() if other in there]
+    banks = [w for w in here if w.pool == Pool.TRAINER and w.bank]
+    in_banks = [other for other, its in jobs.items() if _is_shared(its) and other in {w.job for w in banks}]
+    other_jobs = sum(map(bool, taken)) + len(in_banks)
+    taken += [_bank(spec, job, [w for w in banks if w.bank == process], jobs) for process in {w.bank for w in banks}]
     step, rest = step + sum(taken), rest + sum(taken)  # their steps come at any time, and no engine here sleeps then
     if any(w.pool == Pool.REFERENCE for w in here):
         owns = [spec_of(spec, name) for name in spec.policies or ("",)]
@@ -283,7 +295,7 @@ def neighbours(
         frozen += [(one.base, one.dtype) for one in spec.reward_models]
         held = sum(weight_bytes(*model) for model in frozen) + CONTEXT_BYTES if frozen else 0
         step, rest = step + held, rest + held
-    return Neighbours(max(step, rest), rest, used, max(1, len(rollout)), loaded, sum(map(bool, taken)))
+    return Neighbours(max(step, rest), rest, used, max(1, len(rollout)), loaded, other_jobs)
 
 
 def _reference(spec: JobSpec) -> tuple[str, str, bool, str]:
@@ -312,6 +324,30 @@ def _trainer(
     leads = not group or any(one.id == group[0].worker for one in trainers)
     found = planned(spec, None if len(spec.policies) > 1 else ranks, leads=leads, by_files=by_files)
     return sum(one.total for one in found) + CONTEXT_BYTES, sum(one.rest for one in found) + CONTEXT_BYTES
+
+
+def _is_shared(spec: JobSpec) -> bool:
+    """Return whether the job trains in a process with others, on its GPU."""
+    return bool(spec.resources.trainer == "shared" and spec.resources.trainer_gpus)
+
+
+def _bank(spec: JobSpec, job: str, places: Sequence[WorkerInfo], jobs: Mapping[str, JobSpec]) -> int:
+    """Return the bytes of a process whose jobs share a base, at the peak of a pass. It may be about to get this job."""
+    there = {w.job for w in places}
+    found = {other: its for other, its in jobs.items() if other in there and _is_shared(its)}
+    bases = {bank_of(other.model_dump()) for other in found.values()}
+    if _is_shared(spec) and there & {job, None} and bases <= {bank_of(spec.model_dump())}:
+        found[job] = spec
+    if not found:
+        return 0
+    owns = [spec_of(one, name) for one in found.values() for name in one.policies or ("",)]
+    tokens = max(w.bank_tokens for w in places)
+    if job in found:
+        return bank_bytes(owns, _size_of(spec.model.base, by_files=False), tokens) + CONTEXT_BYTES
+    try:
+        return bank_bytes(owns, _size_of(owns[0].model.base, by_files=True), tokens) + CONTEXT_BYTES
+    except Unplanned:
+        raise JobFailed(NO_PLAN) from None
 
 
 def _other_trainer(spec: JobSpec, job: str, trainers: Iterable[WorkerInfo], leases: Iterable[Lease]) -> int:

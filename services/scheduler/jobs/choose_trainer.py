@@ -13,7 +13,7 @@ from opentinker.services.scheduler.placement.shared_bases import shared_bases
 from opentinker.shared.data.model_families import VISION_FAMILIES
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.spec.engines import base_of, may_share, trained_models
+from opentinker.shared.spec.engines import bank_name, may_share, trained_models
 
 
 async def choose_trainer(ctx: Context, spec: JobSpec, plain: Mapping[str, Any]) -> str:
@@ -24,7 +24,8 @@ async def choose_trainer(ctx: Context, spec: JobSpec, plain: Mapping[str, Any]) 
     """
     if spec.resources.trainer != "auto":
         return spec.resources.trainer
-    workers = [worker for worker in await ctx.store.workers() if worker.bank]
+    banks = [worker for worker in await ctx.store.workers() if worker.bank]
+    workers = [worker for worker in banks if worker.gpus or not spec.resources.trainer_gpus]
     if not workers or not may_share(spec):
         return "own"
     leases = await ctx.store.leases()
@@ -35,4 +36,4 @@ async def choose_trainer(ctx: Context, spec: JobSpec, plain: Mapping[str, Any]) 
     free = {base for (_, base), count in places.items() if count >= max(1, len(spec.policies))}
     config = await on_disk(ctx, check_model.config_of, trained_models(plain)[0]["base"])
     fits_empty = bool(config) and config.get("model_type") not in VISION_FAMILIES
-    return "shared" if base_of(plain) in free or ("" in free and fits_empty) else "own"
+    return "shared" if bank_name(plain) in free or ("" in free and fits_empty) else "own"

@@ -71,7 +71,7 @@ class GpuMatcher:
 
     def divides_gpus(self, job: PlannedJob, pool: Pool) -> bool:
         """Return whether trainers that share a GPU count once for the job."""
-        return self.is_group(job, pool) and job.gpus[pool].gpus > 0
+        return self.is_group(job, pool) and job.gpus[pool].gpus > 0 and job.gpus[pool].places == 1
 
     def added(self, workers: Sequence[str], job: PlannedJob, pool: Pool, next_to: Sequence[str]) -> Sequence[str]:
         """Return those of these workers of a pool that suit the job; of a group's trainers only those that share no GPU

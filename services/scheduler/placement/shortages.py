@@ -32,7 +32,8 @@ def with_gpus(need: Need) -> str:
     """Describe the GPUs, the room, or the base that a worker needs; empty if none of them."""
     if need.base:
         together = f"; {need.places} places of one process" if need.places > 1 else ""
-        return f" for jobs that share {need.base} (setting bank_jobs{together})"
+        memory = f"; with {need.memory / GB:g} GB" if need.memory else ""
+        return f" for jobs that share {need.base} (setting bank_jobs{memory}{together})"
     if not need.gpus:
         return f" with room for {need.ranks} ranks" if need.ranks > 1 else ""
     count = "a GPU" if need.gpus == 1 else f"{need.gpus} GPUs"

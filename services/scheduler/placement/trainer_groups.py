@@ -66,15 +66,21 @@ def rank_need(spec: Mapping[str, Any]) -> RankNeed:
     if len(policies) > 1:  # their learners are in one process
         each = [int(own.get("trainer_ranks") or ranks) for own in policies.values()]
         ranks = least = gpus or sum(each)
-    memory = int((resources.get("gpu_memory_gb") or 0.0) * GB)
-    return RankNeed(ranks, min(least, ranks), len(policies) > 1, bool(gpus), memory)
+    return RankNeed(ranks, min(least, ranks), len(policies) > 1, bool(gpus), _gpu_memory(resources))
+
+
+def _gpu_memory(resources: Mapping[str, Any]) -> int:
+    return int((resources.get("gpu_memory_gb") or 0.0) * GB)
 
 
 def shared_need(spec: Mapping[str, Any]) -> Need | None:
     """Return what a job needs of a trainer that jobs share: one with a place for each policy. None: it trains alone.
     `spec`: as it is stored."""
-    base = bank_of(spec)
-    return Need(base=base, places=max(1, len(spec.get("policies") or ()))) if base else None
+    if not (base := bank_of(spec)):
+        return None
+    gpus = int(bool(spec["resources"].get("trainer_gpus")))  # the places of a process share its first
+    memory = _gpu_memory(spec["resources"]) if gpus else 0
+    return Need(gpus, memory, base=base, places=max(1, len(spec.get("policies") or ())))
 
 
 def choose_shape(need: RankNeed, free: Sequence[Gpus], alive: Sequence[Gpus], *, patient: bool) -> Shape:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -87,6 +88,10 @@ class SharedPolicy(PolicyModel):
     def _restore(self, checkpoint: Path, *, moments: bool) -> None:
         vectors, steps = read_checkpoint(self.adapter.read(), checkpoint, moments=moments)
         self.adapter.write(vectors, steps)
+
+    @property
+    def plan_device(self) -> str:
+        return "cpu"  # where a bank joins them
 
     @property
     def waits(self) -> tuple[float, float]:
@@ -201,6 +206,9 @@ class SharedRlLearner(RlLearner, SharedPolicy):
         parts: dict[int, tuple[StepRecord, dict[str, Tensor]]] = {}
         """By micro-batch: if a pass has failed, its losses are computed again."""
 
+        for micro in micros:
+            micro.move_columns(self.device)
+
         def loss(number: int, micro: MicroBatch, scores: Scores) -> Tensor:
             own = {name: torch.zeros((), device=self.device) for name in ("policy", "total", "value")}
             parts[number] = StepRecord(), own
@@ -251,7 +259,7 @@ class SharedRows(SupervisedLearner, SharedPolicy):
             parts[number] = {name: value.detach().double() for name, value in found.items()}
             return found["loss"]
 
-        micros = list(row_batches(batch, self.spec.train.tokens_per_micro_batch, torch.device("cpu")))
+        micros = self._row_batches(batch)
         self._measure_reference(micros)
         units = [Unit(micro.plan, micro.tokens, partial(loss, n, micro)) for n, micro in enumerate(micros)]
         self.run(units, backward=backward, hits=self.hits)
@@ -261,6 +269,11 @@ class SharedRows(SupervisedLearner, SharedPolicy):
             "tokens/computed": sum(len(micro.plan.ids_N) for micro in micros),
         }
         return _added(parts.values()), {name: float(count) for name, count in counts.items()}
+
+    def _row_batches(self, examples: list[Example]) -> list[RowBatch]:
+        """Return micro-batches: their layouts where passes take them, the rest where losses are computed."""
+        made = row_batches(examples, self.spec.train.tokens_per_micro_batch, torch.device(self.plan_device))
+        return [replace(micro, sequence_M=micro.sequence_M.to(self.device)) for micro in made]
 
     def _measure_reference(self, micros: list[RowBatch]) -> None:
         """Do nothing: the loss has no reference."""
@@ -290,17 +303,17 @@ class SharedDpoLearner(SharedRows, DpoLearner):
         units = [Unit(micro.plan, micro.tokens) for micro in micros]
         measured = self.run(units, backward=False, adapted=False)
         for micro, logprobs_M in zip(micros, measured, strict=True):
-            micro.reference_S = micro.sums_S(torch.from_numpy(logprobs_M))
+            micro.reference_S = micro.sums_S(torch.from_numpy(logprobs_M).to(self.device))
 
     def _measure(self, examples: list[Example], start: Path) -> F32:
         policy: SharedPolicy = self if self.steps == 0 else self._at_start(start)
         found = np.zeros((len(examples), 2), np.float32)
-        budget = self.spec.train.tokens_per_micro_batch
         try:
-            micros = list(row_batches(examples, budget, torch.device("cpu")))
+            micros = self._row_batches(examples)
             measured = policy.run([Unit(micro.plan, micro.tokens) for micro in micros], backward=False)
             for micro, logprobs_M in zip(micros, measured, strict=True):
-                found[micro.places] = micro.sums_S(torch.from_numpy(logprobs_M)).view(-1, 2).numpy()
+                sums_S = micro.sums_S(torch.from_numpy(logprobs_M).to(self.device))
+                found[micro.places] = sums_S.view(-1, 2).cpu().numpy()
         finally:
             if policy is not self:
                 policy.close()

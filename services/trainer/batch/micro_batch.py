@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import msgspec
@@ -72,6 +72,12 @@ class MicroBatch:
     """The critic's values of the end states of the `members`; 0 for those that were not truncated."""
     returns_M: Tensor | None = None
     """Targets of the critic."""
+
+    def move_columns(self, device: torch.device | str) -> None:
+        """Move all but the layouts to the device on which losses are computed."""
+        for field in fields(self):
+            if isinstance(value := getattr(self, field.name), Tensor):
+                setattr(self, field.name, value.to(device))
 
     @property
     def counts(self) -> list[int]:

@@ -87,6 +87,11 @@ class Trainable(Protocol):
         """Release resources outside this process, also in the middle of a step. Idempotent."""
 
 
+def device_of(spec: JobSpec) -> str:
+    """Return the device on which a trainer trains the job."""
+    return "cuda" if spec.resources.trainer_gpus else "cpu"
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Recognise out-of-memory errors: torch has a class for GPUs, which is not imported here, and none for CPUs."""
     return (

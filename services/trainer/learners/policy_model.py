@@ -79,6 +79,12 @@ class CheckpointTensors(NamedTuple):
     """See `optimizer_state`."""
 
 
+def require_device(device: str) -> None:
+    """Raise JobFailed if this process does not have it."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise JobFailed("resources.trainer_gpus > 0, but this trainer has no GPU; set it to 0 to train on the CPU")
+
+
 class PolicyModel:
     """AdamW on one model, on one device; with a process group, the same model on the devices of all its ranks."""
 
@@ -102,6 +108,11 @@ class PolicyModel:
     def load_device(self) -> str:
         return self.device
 
+    @property
+    def plan_device(self) -> str:
+        """Device of the layouts that its passes take."""
+        return self.device
+
     def load(self, checkpoint: Path | None) -> None:
         """Load the base model, or the state of a checkpoint directory. Raises JobFailed if either is unusable."""
         with self.random_state.held():
@@ -121,8 +132,7 @@ class PolicyModel:
     def _build(self, checkpoint: Path | None) -> None:
         """Build model and optimizer; full weights already come from the checkpoint."""
         spec = self.spec
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise JobFailed("resources.trainer_gpus > 0, but this trainer has no GPU; set it to 0 to train on the CPU")
+        require_device(self.device)
         # For the whole process, which trains one job at a time. Operations without a deterministic kernel raise.
         torch.use_deterministic_algorithms(spec.train.deterministic)
         self.tokenizer = load_tokenizer(spec.model.base)
@@ -277,7 +287,7 @@ class PolicyModel:
         if not self.probed:
             return None
         mask = np.arange(len(self.probed)) > 0
-        plan = layout([np.array(self.probed)], [mask]).to(torch.device(self.device))
+        plan = layout([np.array(self.probed)], [mask]).to(torch.device(self.plan_device))
         self.dropout(on=False)
         with torch.no_grad():
             logprobs_M = self._forward_whole(plan)

@@ -71,7 +71,7 @@ class RlLearner(PolicyModel):
         start = time.perf_counter()
         algorithm, lr_share = self.spec.algorithm, self.lr_share
         self.process_group.seed_dropout_by_rank(self.spec.train.seed, self.steps)
-        batches = micro_batches(groups, version, self.spec, torch.device(self.device), self.process_group)
+        batches = micro_batches(groups, version, self.spec, torch.device(self.plan_device), self.process_group)
         micros = [micro for update in batches for micro in update]
         credit = self._give_credit(groups, micros)
         of_the_start = algorithm.proximal == "recomputed" or algorithm.correction == "geometric"

@@ -8,14 +8,17 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock
 
+import msgspec
 import pytest
 
 from opentinker.services.rollout_worker.engines import gpu_split
-from opentinker.services.rollout_worker.engines.gpu_split import neighbours
+from opentinker.services.rollout_worker.engines.gpu_split import neighbours, planned
 from opentinker.services.rollout_worker.run_lease import Loader
-from opentinker.shared.spec import JobSpec
+from opentinker.shared.data.gpu_memory import CONTEXT_BYTES
+from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.types.core import Lease, Pool
 from opentinker.shared.types.errors import JobFailed
+from opentinker.shared.types.workers import WorkerInfo
 from tests.unit.rollout_worker.test_gpu_split import (
     GB,
     HERE,
@@ -121,3 +124,58 @@ async def test_the_spec_of_another_job_that_cannot_be_read_is_no_mistake_of_this
         await gpu_split._other_jobs(store, "a", [trains])
     assert not isinstance(raised.value, gpu_split.Unplanned), "so it is waited for"
     assert "secret" not in str(raised.value) and "of_another_release" not in str(raised.value)
+
+
+def places(process: str, *jobs: str | None) -> list[WorkerInfo]:
+    """Of a trainer on the GPU whose jobs share a base."""
+    found = [job_trainer(job) for job in jobs]
+    return [
+        msgspec.structs.replace(one, id=f"{process}.{n}", bank=process, bank_tokens=8192) for n, one in enumerate(found)
+    ]
+
+
+@pytest.fixture
+def sharing(spec: JobSpec) -> JobSpec:
+    return with_parts(spec, model={"lora": {"rank": 8}}, resources={"trainer": "shared"})
+
+
+def test_jobs_that_share_a_trainer_have_its_base_and_one_pass_in_common(spec: JobSpec, sharing: JobSpec) -> None:
+    def step(job: str, *jobs: str | None) -> int:
+        others = {name: sharing for name in jobs if name not in (job, None)}
+        return neighbours(sharing, job, HERE, places("bank", *jobs), 0, others).step  # type: ignore[arg-type]
+
+    (alone,) = planned(with_parts(sharing, resources={"trainer": "own"}))
+    one, two, three = step("a", "a"), step("a", "a", "b", None), step("a", "a", "b", "c")
+    assert one == pytest.approx(alone.total + CONTEXT_BYTES, rel=0.5)
+    assert two - one == three - two < 0.1 * one, "an adapter"
+    assert step("a", "b", None) == two, "it may be about to get a place"
+    near = neighbours(sharing, "a", HERE, places("bank", "a", "b"), 0, {"b": sharing})
+    assert near.rest == near.step and near.other_jobs == 1, "passes of other jobs come at any time"
+    long = [msgspec.structs.replace(one, bank_tokens=65_536) for one in places("bank", "a")]
+    assert neighbours(sharing, "a", HERE, long, 0, {}).step > 2 * one
+
+
+def test_a_shared_trainer_on_the_cpu_or_of_another_base_takes_nothing_of_the_gpu_for_the_job(
+    spec: JobSpec, sharing: JobSpec, other: JobSpec
+) -> None:
+    on_the_cpu = with_parts(sharing, resources={"trainer_gpus": 0})
+    assert neighbours(on_the_cpu, "a", HERE, places("bank", "a"), 0, {}).step == 0
+    assert neighbours(spec, "a", HERE, places("bank", None), 0, {}).step == 0, "it has a trainer of its own"
+    assert neighbours(spec, "a", HERE, places("bank", "b"), 0, {"b": on_the_cpu}).other_jobs == 0
+    its = with_parts(other, model={"lora": {"rank": 8}}, resources={"trainer": "shared"})
+    beside = neighbours(spec, "a", HERE, places("bank", "b"), 0, {"b": its})
+    assert beside.step > CONTEXT_BYTES and beside.other_jobs == 1
+    assert neighbours(sharing, "a", HERE, places("bank", "b", None), 0, {"b": its}).step == beside.step
+
+
+def test_models_of_a_tinker_server_are_counted_as_many_as_it_may_hold(spec: JobSpec) -> None:
+    def step(**tinker: Any) -> int:
+        data = {
+            "name": "t", "kind": "tinker", "model": {"base": spec.model.base, "dtype": "bfloat16"}, "tinker": tinker,
+            "resources": {"trainer_gpus": 1, "rollout_gpus": 1},
+        }  # fmt: skip
+        return neighbours(parse_spec(data), "t", HERE, places("bank", "t"), 0, {}).step
+
+    assert step(max_adapters=8) - step(max_adapters=4) == step(max_adapters=12) - step(max_adapters=8) > 0
+    assert step(max_rank=64) > step(max_rank=8)
+    assert step(full_weights=True) > 20 * 0.55e9

@@ -16,7 +16,7 @@ from opentinker.services.scheduler.placement.types import AddTrainers, Gpus, Nee
 from opentinker.shared.runtime.worker_info import worker_info
 from opentinker.shared.spec.engines import bank_of
 from opentinker.shared.types.core import JobRecord, JobState, Lease, Pool
-from opentinker.shared.types.workers import WorkerInfo
+from opentinker.shared.types.workers import Gpu, WorkerInfo
 from tests.samples.row_samples import row_spec
 from tests.unit.scheduler.placing import TRAINER, held, job, planned, started
 
@@ -33,8 +33,9 @@ def workers(*processes: str, jobs: int = 3, **fields: Any) -> list[WorkerInfo]:
     ]
 
 
-def record(id: str, base: str, state: JobState = JobState.QUEUED, shared: bool = True) -> JobRecord:
-    spec = row_spec(base, "rows.jsonl", model={"lora": {}}, resources={"trainer": "shared" if shared else "own"})
+def record(id: str, base: str, state: JobState = JobState.QUEUED, shared: bool = True, **resources: Any) -> JobRecord:
+    resources = {"trainer": "shared" if shared else "own", **resources}
+    spec = row_spec(base, "rows.jsonl", model={"lora": {}}, resources=resources)
     return JobRecord(
         id=id, name=id, kind="sft", tenant="t", state=state, version=1, epoch=1, created=1.0, updated=1.0, step=0,
         steps=1, reason="", spec=spec.model_dump(mode="json"),
@@ -311,3 +312,25 @@ def test_a_base_that_is_there_is_due_if_a_job_without_an_end_holds_a_place_that_
     jobs = [endless, record("j-4", "b", JobState.RUNNING), game("j-2", "a", 3), record("j-3", "b")]
     assert all_chosen(placed([*first, *second], jobs, has)) == {"j-3": ("trainer-1.1",)}
     assert all_chosen(placed([*first, *second], jobs, has, now=LONG)) == {}
+
+
+def test_jobs_that_want_a_gpu_share_the_process_that_has_one_with_their_like() -> None:
+    gpu = Gpu(index=0, uuid="GPU-1", model="X", memory=80 * 10**9)
+    plain, fast = workers("plain", jobs=2), workers("fast", jobs=2, gpus=[gpu])
+    wants = [record(id, "a", trainer_gpus=1) for id in ("j-1", "j-2", "j-3")]
+    found = placed(plain + fast, wants[:2])
+    assert {d.workers[0] for d in found.decisions if isinstance(d, Start)} == {"fast.0"}, "the first decides"
+    begun = record("j-1", "a", JobState.RUNNING, trainer_gpus=1)
+    of_begun = [leases("j-1", fast[0])]
+    (start,) = placed(plain + fast, [begun, *wants[1:]], of_begun).decisions
+    assert isinstance(start, Start) and (start.job, start.workers) == ("j-2", ("fast.1",))
+    on_the_cpu = placed(fast, [begun, record("j-2", "a")], of_begun)
+    assert not on_the_cpu.decisions, "the process trains that base on its GPU"
+    waits = placed(plain, wants[:1]).waiting["j-1"]
+    assert "for jobs that share a in float32 on a GPU (setting bank_jobs)" in waits
+    large = record("j-1", "a", trainer_gpus=1, gpu_memory_gb=141)
+    assert "bank_jobs; with 141 GB" in placed(fast, [large]).waiting["j-1"]
+    policies = game("j-4", "a", 2)
+    policies.spec["resources"] |= {"trainer_gpus": 1}
+    (start,) = placed(plain + fast, [policies]).decisions
+    assert isinstance(start, Start) and set(start.workers) == {"fast.0", "fast.1"}

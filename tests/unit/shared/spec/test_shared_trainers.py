@@ -45,12 +45,21 @@ def test_jobs_that_share_a_trainer_have_base_and_precision_in_common() -> None:
         ({"train": {**STEP, "learner": "simulated"}}, "train.learner", "trains no adapter"),
         ({"algorithm": {"name": "ppo"}}, "algorithm.advantage", "trains a critic"),
         ({"resources": {**SHARED, "trainer_ranks": 2}}, "resources.trainer_ranks", "must be 1"),
-        ({"resources": {**SHARED, "trainer_gpus": 1}}, "resources.trainer_gpus", "must be 0"),
+        ({"resources": {**SHARED, "trainer_gpus": 2}}, "resources.trainer_gpus", "must be 0 or 1"),
     ],
 )
 def test_what_a_shared_trainer_cannot_do_is_refused(changes: dict[str, Any], field: str, problem: str) -> None:
     found = refusals(make_spec, **{"model": ADAPTER, "train": STEP, "resources": SHARED, **changes})
     assert problem in found[field] and "resources.trainer = 'shared'" in found[field]
+
+
+def test_jobs_share_a_trainers_gpu_with_those_that_ask_for_one() -> None:
+    def on(gpus: int, trainer: str = "shared") -> Any:
+        return make_spec(model=ADAPTER, train=STEP, resources={"trainer": trainer, "trainer_gpus": gpus})
+
+    assert bank_of(on(1).model_dump(mode="json")) == "m in float32 on a GPU"
+    assert bank_of(on(0).model_dump(mode="json")) == "m in float32"
+    assert may_share(on(1, "auto")) and not may_share(on(2, "auto"))
 
 
 def game(**changes: Any) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def test_a_server_for_all_weights_shares_its_trainer_with_no_adapters() -> None:
         ({"tinker": {"full_weights": True, "max_rank": 8}}, "there are no adapters"),
         ({"tinker": {"max_rank": 65}}, "tinker.max_rank"),
         ({"tinker": {"tokens_per_minute": 1}}, "tinker.tokens_per_minute"),
-        ({"resources": {"trainer_gpus": 1}}, "nothing is trained"),
+        ({"resources": {"trainer_gpus": 2}}, "must be 0 or 1"),
     ],
 )
 def test_a_setting_without_effect_is_refused(parts: dict[str, Any], problem: str) -> None:
