@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from loadtest.gpu import attention, job, memory, precision, reference, speed, weights
+from loadtest.gpu import attention, bank, job, memory, precision, reference, speed, weights
 from loadtest.gpu._bench import Bench, Check, Finding, Skipped
 from loadtest.gpu._watchdog import limited
 from opentinker.shared.runtime.parent_death import adopt_orphans
@@ -38,6 +38,7 @@ class Subject(NamedTuple):
 SUBJECTS: dict[str, Subject] = {
     "attention": Subject(60.0, (attention.kernel, attention.model)),
     "precision": Subject(60.0, (precision.half_precision, precision.recomputed_layers, precision.masters)),
+    "bank": Subject(60.0, (bank.mixed, bank.jobs)),
     "reference": Subject(60.0, (reference.logprobs, reference.speed)),
     "weights": Subject(
         weights.TIMEOUT_S + 40.0,

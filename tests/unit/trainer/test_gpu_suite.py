@@ -29,7 +29,7 @@ from opentinker.shared.nn import attention
 from opentinker.shared.spec import JobSpec, parse_spec
 from tests.support.learning import torch_spec
 
-QUICK = ("attention", "reference", "memory", "speed")
+QUICK = ("attention", "bank", "reference", "memory", "speed")
 
 
 @pytest.fixture
@@ -42,6 +42,7 @@ def test_checks_pass_on_the_cpu(bench: Bench, capsys: pytest.CaptureFixture[str]
     said = capsys.readouterr().out
     assert table.bad == 0, said
     assert "| attention | attention, bf16, 8/2 heads of 64: output |" in said
+    assert "| bank | adapter 2 of 2 in a batch, bfloat16 base, gradient: difference from the adapter alone |" in said
     assert "memory is measured on GPUs alone" in said and "all good, 3 skipped" in said
     for name in ("0.5B", "1.5B", "4B"):
         assert name not in said, "no figure of a tiny model stands under a real one's name"
