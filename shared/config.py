@@ -176,8 +176,9 @@ class Settings(SandboxSettings, NotificationSettings, PriceSettings, LoginSettin
     """With bank_jobs: tokens of one forward and backward pass, of all jobs in it; no trajectory may be longer."""
     bank_measures: bool = False
     """With bank_jobs: when a base is loaded, measure how many adapters fit into memory beside each other, with the
-    largest pass over one and over two. That takes seconds for small models and minutes for large ones on a CPU. Off:
-    there is room for one adapter of each job, or for max_adapters models of a Tinker server."""
+    largest pass over one and over two, as a base on a GPU always does. That takes seconds for small models and minutes
+    for large ones on a CPU. Off: there is room for one adapter of each job, or for max_adapters models of a Tinker
+    server."""
     swap_timeout_s: Annotated[float, Field(gt=0)] = 8.0
     """For each phase of a weight swap: joining the group, the transfer, and what the engine does with it (pause, load,
     resume); the last two may take the time for their bytes at 50 MB/s on top, loading also that for those of the base

@@ -20,6 +20,7 @@ from opentinker.services.trainer.cpu_shares import CpuShares
 from opentinker.services.trainer.job_training import release_memory
 from opentinker.services.trainer.learners.base import device_of
 from opentinker.shared.asyncio_tools import cancel_and_wait, finish_uncancelled
+from opentinker.shared.config import Settings
 from opentinker.shared.data.readable_paths import opening
 from opentinker.shared.durable_files import local_path
 from opentinker.shared.runtime.job_logs import outside_job_log
@@ -190,12 +191,19 @@ class SharedBase:
         shutil.rmtree(store, ignore_errors=True)  # jobs resume from their checkpoints, not from what a bank has evicted
         require_device(device := device_of(spec))
         model = BaseModel(spec.model.base, spec.model.dtype, device)
-        clients = spec.tinker.max_adapters if spec.kind == "tinker" else 0
-        slots = None if self._ctx.settings.bank_measures else max(self._ctx.settings.bank_jobs, clients)
-        host_bytes = HOST_BYTES
+        slots, host_bytes = slots_of(self._ctx.settings, spec), HOST_BYTES
         if spec.tinker.full_weights:  # a model that waits for its turn should not have to be written to disk
-            slots, host_bytes = 1, max(HOST_BYTES, memory_bytes() // FULL_HOST_SHARE)
+            host_bytes = max(HOST_BYTES, memory_bytes() // FULL_HOST_SHARE)
         return BankLoop(AdapterBank(model, store, limits, slots=slots, host_bytes=host_bytes))
+
+
+def slots_of(settings: Settings, spec: JobSpec) -> int | None:
+    """Return the slots of a bank; None: it measures them, as it always does on a GPU, where passes are short."""
+    if spec.tinker.full_weights:
+        return 1
+    if settings.bank_measures or device_of(spec) == "cuda":
+        return None
+    return max(settings.bank_jobs, spec.tinker.max_adapters if spec.kind == "tinker" else 0)
 
 
 def _fingerprint(base: str) -> Files:

@@ -15,9 +15,11 @@ from opentinker.services.trainer.bank.base_model import BaseModel
 from opentinker.services.trainer.bank.limits import BankLimits
 from opentinker.services.trainer.bank.mixed_batch import MixedBatch, Piece
 from opentinker.services.trainer.bank.pass_part import PassOptions, PassPart, Unit
+from opentinker.services.trainer.learners.base import is_out_of_memory
 from opentinker.shared.nn.layout import layout
 from opentinker.shared.runtime.memory import memory_bytes, peak_bytes, reset_peak
 from opentinker.shared.spec import LoraSpec
+from opentinker.shared.types.error_text import first_line
 from opentinker.shared.types.errors import JobFailed
 
 MIB = 2**20
@@ -51,12 +53,22 @@ class Capacity:
 def measure(base: BaseModel, limits: BankLimits, *, most: int, memory_share: float = 0.8) -> Capacity:
     """Measure on the device of the base. Raises JobFailed if not even one slot fits."""
     lora = LoraSpec(rank=limits.rank, alpha=float(limits.rank))
-    first = base.fresh_adapter("first", lora, seed=0)
-    one = _peak(base, [first], limits)
-    second = base.fresh_adapter("second", lora, seed=1)
-    two = _peak(base, [first, second], limits)
+    try:
+        first = base.fresh_adapter("first", lora, seed=0)
+        one = _peak(base, [first], limits)
+        second = base.fresh_adapter("second", lora, seed=1)
+        two = _peak(base, [first, second], limits)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise JobFailed(
+            f"the largest pass over two adapters does not fit next to the base: {first_line(error)} Lower "
+            "bank_tokens, or take a smaller base"
+        ) from None
     slot = max(two - one, first.bytes + first.weights.nbytes)  # with `partial`
-    found = Capacity(int(device_memory(base.device) * memory_share), one - slot, slot, most)
+    found = Capacity(usable_memory(base.device, memory_share), one - slot, slot, most)
+    if base.device == "cuda":
+        torch.cuda.empty_cache()  # engines on the GPU measure what is free
     if found.slots < 1:
         raise JobFailed(f"no adapter fits next to the base: {found}. Lower bank_tokens, or take a smaller base")
     return found
@@ -89,6 +101,15 @@ def _reset(device: str) -> None:
         torch.cuda.reset_peak_memory_stats()
     else:
         reset_peak()
+
+
+def usable_memory(device: str, share: float) -> int:
+    """Return this share of the device's memory; of a GPU at most what other processes leave now."""
+    usable = int(device_memory(device) * share)
+    if device != "cuda":
+        return usable
+    free, _ = torch.cuda.mem_get_info()
+    return min(usable, free + torch.cuda.memory_reserved())
 
 
 def device_memory(device: str) -> int:

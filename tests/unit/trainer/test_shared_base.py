@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from opentinker.services.trainer import shared_base
-from opentinker.services.trainer.shared_base import SharedBase
-from opentinker.shared.spec import JobSpec
+from opentinker.services.trainer.shared_base import SharedBase, slots_of
+from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.types.core import Lease, Pool
 from opentinker.shared.types.errors import JobFailed
 from tests.conftest import WAIT_S, until
@@ -71,6 +71,28 @@ async def process(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Process]:
     async with Process() as found:
         yield found
     assert all(bank.is_closed for bank in found.loads)
+
+
+def test_slots_are_measured_on_a_gpu_whatever_the_setting_says() -> None:
+    settings: Any = SimpleNamespace(bank_jobs=2, bank_measures=False)
+    wants = on("m").model_dump(exclude_unset=True)
+    assert slots_of(settings, on("m")) == 2
+    assert slots_of(settings, parse_spec(wants | {"resources": {"trainer": "shared", "trainer_gpus": 1}})) is None
+    server: dict[str, Any] = {"name": "t", "kind": "tinker", "model": {"base": "m"}}
+    assert slots_of(settings, parse_spec(server | {"tinker": {"max_adapters": 5}})) == 5
+    full = {"tinker": {"full_weights": True}, "resources": {"trainer_gpus": 1}}
+    assert slots_of(settings, parse_spec(server | full)) == 1
+
+
+def test_a_job_that_wants_a_gpu_fails_where_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    settings = SimpleNamespace(bank_jobs=2, bank_tokens=64, bank_measures=False, data_dir=tmp_path)
+    base = SharedBase.__new__(SharedBase)
+    base._ctx = SimpleNamespace(settings=settings, store=None, worker="shared")  # type: ignore[assignment]
+    with pytest.raises(JobFailed, match="this trainer has no GPU"):
+        base._load(make_spec(
+            model={"base": "m", "lora": {}}, train={"steps": 1}, resources={"trainer": "shared", "trainer_gpus": 1}
+        ))  # fmt: skip
 
 
 @pytest.mark.parametrize(("measures", "slots"), [(False, 2), (True, 64)])

@@ -9,7 +9,7 @@ import torch
 
 from opentinker.services.trainer.bank import adapter_bank, capacity, mixed_batch
 from opentinker.services.trainer.bank.base_model import BaseModel
-from opentinker.services.trainer.bank.capacity import MIB, Capacity, measure
+from opentinker.services.trainer.bank.capacity import MIB, Capacity, measure, usable_memory
 from opentinker.shared.nn.forward import token_scores
 from opentinker.shared.runtime.memory import memory_bytes, peak_bytes, reset_peak
 from opentinker.shared.types.errors import JobFailed
@@ -50,6 +50,25 @@ def test_the_pass_that_is_measured_computes_all_that_jobs_may_ask_for(
 def test_base_without_room_for_a_slot_is_refused(base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capacity, "memory_bytes", lambda: 2**20)
     with pytest.raises(JobFailed, match=r"no adapter fits next to the base: 0 slots: .* Lower bank_tokens"):
+        measure(base, LIMITS, most=8)
+
+
+def test_on_a_gpu_others_keep_what_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = {"bytes": 90 * MIB}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free["bytes"], 100 * MIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 5 * MIB)
+    assert usable_memory("cuda", 0.8) == 80 * MIB
+    free["bytes"] = 30 * MIB
+    assert usable_memory("cuda", 0.8) == 35 * MIB
+    assert usable_memory("cpu", 0.5) == memory_bytes() // 2
+
+
+def test_a_largest_pass_without_room_says_what_to_set(base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.")
+
+    monkeypatch.setattr(mixed_batch, "token_scores", full)
+    with pytest.raises(JobFailed, match=r"largest pass over two adapters does not fit .* Lower bank_tokens"):
         measure(base, LIMITS, most=8)
 
 
