@@ -37,7 +37,7 @@ def mixed(bench: Bench) -> Iterator[Finding]:
     shape, tokens = (TINY, 12) if bench.small else (MEDIUM, 200)
     directory = str(made(bench, shape))
     expected = _alone(BaseModel(directory, "float32", "cpu"), shape, tokens)
-    for dtype, of_cpu, of_alone in (("float32", 1e-3, 1e-4), ("bfloat16", 0.1, 0.02)):
+    for dtype, of_cpu, of_alone in (("float32", 1e-3, 1e-4), ("bfloat16", 0.1, 0.05)):
         base = BaseModel(directory, dtype, bench.device)
         adapters = _adapters(base)
         MixedBatch(_pieces(shape, tokens, adapters)).run(base)

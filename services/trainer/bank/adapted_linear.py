@@ -7,30 +7,18 @@ parameters of the model, so autograd holds nothing of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from opentinker.services.trainer.bank.adapter import Pair
+from opentinker.services.trainer.bank import grouped_products
+from opentinker.services.trainer.bank.adapter import Segment
+from opentinker.services.trainer.bank.grouped_products import Stacks, may_group
 from opentinker.services.trainer.bank.sole_adapter import SoleAdapter
-
-
-@dataclass
-class Segment:
-    """Tokens [start, end) of a pass."""
-
-    start: int
-    end: int
-    scaling: float
-    weights: Mapping[str, Pair]
-    """By layer; layers without an adapter are absent."""
-    gradients: Mapping[str, Pair]
-    """Where the backward pass adds to; empty for rows that are not learned from."""
 
 
 class Segments:
@@ -78,12 +66,15 @@ class _AdaptedProduct(torch.autograd.Function):  # type: ignore[misc]
         y = F.linear(x, weight, bias)
         x_NI, y_NO = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
         low = []
-        for segment in segments:
-            part, pair = slice(segment.start, segment.end), segment.weights[name]
-            low.append(x_NI[part].to(y.dtype) @ pair.a.to(y.dtype).T)
-            y_NO[part].addmm_(low[-1], pair.b.to(y.dtype).T, alpha=segment.scaling)
+        if groups := may_group(segments, x_NI, y_NO):
+            low.append(grouped_products.add_to_outputs(x_NI, y_NO, Stacks.of(segments, name, y_NO)))
+        else:
+            for segment in segments:
+                part, pair = slice(segment.start, segment.end), segment.weights[name]
+                low.append(x_NI[part].to(y.dtype) @ pair.a.to(y.dtype).T)
+                y_NO[part].addmm_(low[-1], pair.b.to(y.dtype).T, alpha=segment.scaling)
         ctx.save_for_backward(x, weight, *low)
-        ctx.name, ctx.segments = name, segments
+        ctx.name, ctx.segments, ctx.groups = name, segments, groups
         return y
 
     @staticmethod
@@ -92,6 +83,10 @@ class _AdaptedProduct(torch.autograd.Function):  # type: ignore[misc]
         x, weight, *low = ctx.saved_tensors
         x_NI, g_NO = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
         back_NI = g_NO @ weight.to(g_NO.dtype) if ctx.needs_input_grad[0] else None
+        if ctx.groups:
+            back_NR = grouped_products.backward(g_NO, back_NI, Stacks.of(ctx.segments, ctx.name, g_NO))
+            _add_gradients(ctx.segments, ctx.name, x_NI, g_NO, low[0], back_NR)
+            return _only(back_NI, x)
         for segment, low_R in zip(ctx.segments, low, strict=True):
             part, pair = slice(segment.start, segment.end), segment.weights[ctx.name]
             g = g_NO[part]
@@ -101,4 +96,20 @@ class _AdaptedProduct(torch.autograd.Function):  # type: ignore[misc]
                 own.b.add_(g.T @ low_R, alpha=segment.scaling)
             if back_NI is not None:
                 back_NI[part].addmm_(back_R, pair.a.to(g.dtype))
-        return (None if back_NI is None else back_NI.view(x.shape).to(x.dtype)), None, None, None, None, None
+        return _only(back_NI, x)
+
+
+def _add_gradients(
+    segments: Sequence[Segment], name: str, x_NI: Tensor, g_NO: Tensor, low_NR: Tensor, back_NR: Tensor
+) -> None:
+    """Add the gradients of A and B to those of their segments. `back_NR`: the gradient of `low_NR`, x A^T."""
+    for segment in segments:
+        if own := segment.gradients.get(name):
+            part, rank = slice(segment.start, segment.end), len(own.a)
+            own.a.add_(back_NR[part, :rank].T @ x_NI[part].to(back_NR.dtype))
+            own.b.add_(g_NO[part].T @ low_NR[part, :rank], alpha=segment.scaling)
+
+
+def _only(back_NI: Tensor | None, x: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradient of `x`, and none of the other arguments."""
+    return (None if back_NI is None else back_NI.view(x.shape).to(x.dtype)), None, None, None, None, None

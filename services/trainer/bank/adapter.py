@@ -24,6 +24,19 @@ class Pair(NamedTuple):
     """[outputs, rank]."""
 
 
+@dataclass
+class Segment:
+    """Tokens [start, end) of a pass."""
+
+    start: int
+    end: int
+    scaling: float
+    weights: Mapping[str, Pair]
+    """By layer; layers without an adapter are absent."""
+    gradients: Mapping[str, Pair]
+    """Where the backward pass adds to; empty for rows that are not learned from."""
+
+
 @dataclass(frozen=True)
 class AdapterShape:
     rank: int

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opentinker.services.trainer.bank.adapted_linear import Segment
-from opentinker.services.trainer.bank.adapter import Adapter, FullShape
+from opentinker.services.trainer.bank.adapter import Adapter, FullShape, Segment
 from opentinker.services.trainer.bank.base_model import BaseModel
 from opentinker.services.trainer.bank.full_weights import computing_with
 from opentinker.services.trainer.bank.pass_part import PassPart, Scores

@@ -29,8 +29,8 @@ HEAVY = {
         "seeded_prefill shards vllm vllm_config vllm_images vllm_process vllm_sampling vllm_worker_extension",
         "services.trainer.algorithm": "corrections losses objective preference",
         "services.trainer.bank": "adamw adapted_linear adapter adapter_bank adapter_files adapter_tensors "
-        "bank_commands bank_loop base_model capacity full_files full_weights job_adapter mixed_batch pass_part "
-        "residency shared_learners sole_adapter",
+        "bank_commands bank_loop base_model capacity full_files full_weights grouped_products job_adapter mixed_batch "
+        "pass_part residency shared_learners sole_adapter",
         "services.trainer.batch": "micro_batch row_batch token_metrics",
         "services.trainer.distributed": "multi_rank_learner process_group rank_main zero",
         "services.trainer.tinker": "losses model_commands model_files model_runner tinker_job",
