@@ -43,7 +43,9 @@ def mixed(bench: Bench) -> Iterator[Finding]:
         MixedBatch(_pieces(shape, tokens, adapters)).run(base)
         together = [adapter.gradient for adapter in adapters]
         devices = {str(vector.device.type) for adapter in adapters for vector in adapter.vectors.values()}
-        yield holds(f"{dtype} base: adapters, gradients and moments are on", devices == {bench.device}, *devices)
+        yield holds(
+            f"{dtype} base: adapters, gradients and moments are on", devices == {bench.device}, _listed(devices)
+        )
         alone = _alone(base, shape, tokens)
         for number, (found, own, cpu) in enumerate(zip(together, alone, expected, strict=True), 1):
             about = f"adapter {number} of 2 in a batch, {dtype} base, gradient"
@@ -79,7 +81,7 @@ def jobs(bench: Bench) -> Iterator[Finding]:
     for number, (found, expected) in enumerate(zip(steps, own, strict=True), 1):
         apart = abs(found["grad_norm"] / expected["grad_norm"] - 1)
         yield at_most(f"job {number} of 2 in a trainer, gradient norm: difference from a trainer alone", apart, 1e-3)
-    yield holds("versions that jobs of a shared trainer send are on", where == {bench.device}, *where)
+    yield holds("versions that jobs of a shared trainer send are on", where == {bench.device}, _listed(where))
 
 
 def _adapters(base: BaseModel) -> list[Adapter]:
@@ -110,6 +112,10 @@ def _alone(base: BaseModel, shape: Shape, tokens: int) -> list[torch.Tensor]:
     for piece in _pieces(shape, tokens, adapters):
         MixedBatch([piece]).run(base)
     return [adapter.gradient for adapter in adapters]
+
+
+def _listed(devices: set[str]) -> str:
+    return ", ".join(sorted(devices))
 
 
 def _apart(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -251,7 +251,7 @@ class Reconciler:
             epoch=epoch,
             leader=self.leader,
             leases=leases,
-            gpus=[len(worker.gpus) for worker in workers],
+            gpus=[gpus_counted(job, worker) for worker in workers],
             tenant=job.tenant,
             **changes,
         )
@@ -364,6 +364,13 @@ def _log_if_ended(job: str) -> Iterator[None]:
 
 EVENT_NAMES = {Pool.TRAINER: "trainer", Pool.ROLLOUT: "rollout_worker"}
 """As events name them."""
+
+
+def gpus_counted(job: JobRecord, worker: WorkerInfo) -> int:
+    """Return for how many GPUs a lease counts: a place of a shared trainer whose jobs train on the CPU, for none."""
+    if worker.bank and not job.spec["resources"].get("trainer_gpus"):
+        return 0
+    return len(worker.gpus)
 
 
 def _lease(job: str, epoch: int, worker: WorkerInfo, group: tuple[RankShare, ...] = ()) -> Lease:

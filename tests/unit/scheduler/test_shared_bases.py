@@ -9,6 +9,7 @@ import pytest
 
 from opentinker.services.scheduler.placement.cluster_view import Cluster
 from opentinker.services.scheduler.placement.planner import plan
+from opentinker.services.scheduler.placement.reconciler import gpus_counted
 from opentinker.services.scheduler.placement.shared_bases import UNCLEAR
 from opentinker.services.scheduler.placement.shortages import NOT_KEPT
 from opentinker.services.scheduler.placement.trainer_groups import group_of
@@ -317,6 +318,8 @@ def test_a_base_that_is_there_is_due_if_a_job_without_an_end_holds_a_place_that_
 def test_jobs_that_want_a_gpu_share_the_process_that_has_one_with_their_like() -> None:
     gpu = Gpu(index=0, uuid="GPU-1", model="X", memory=80 * 10**9)
     plain, fast = workers("plain", jobs=2), workers("fast", jobs=2, gpus=[gpu])
+    counted = [gpus_counted(record("j", "a", trainer_gpus=gpus), fast[0]) for gpus in (0, 1)]
+    assert counted == [0, 1], "for usage"
     wants = [record(id, "a", trainer_gpus=1) for id in ("j-1", "j-2", "j-3")]
     found = placed(plain + fast, wants[:2])
     assert {d.workers[0] for d in found.decisions if isinstance(d, Start)} == {"fast.0"}, "the first decides"
@@ -327,7 +330,7 @@ def test_jobs_that_want_a_gpu_share_the_process_that_has_one_with_their_like() -
     on_the_cpu = placed(fast, [begun, record("j-2", "a")], of_begun)
     assert not on_the_cpu.decisions, "the process trains that base on its GPU"
     waits = placed(plain, wants[:1]).waiting["j-1"]
-    assert "for jobs that share a in float32 on a GPU (setting bank_jobs)" in waits
+    assert f"for jobs that share {bank_of(wants[0].spec)} (setting bank_jobs)" in waits and " on a GPU (" in waits
     large = record("j-1", "a", trainer_gpus=1, gpu_memory_gb=141)
     assert "bank_jobs; with 141 GB" in placed(fast, [large]).waiting["j-1"]
     policies = game("j-4", "a", 2)

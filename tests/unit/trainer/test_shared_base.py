@@ -21,8 +21,10 @@ from tests.conftest import WAIT_S, until
 from tests.support.factories import make_spec
 
 
-def on(base: str) -> JobSpec:
-    return make_spec(model={"base": base, "lora": {}}, train={"steps": 1}, resources={"trainer": "shared"})
+def on(base: str, **resources: Any) -> JobSpec:
+    return make_spec(
+        model={"base": base, "lora": {}}, train={"steps": 1}, resources={"trainer": "shared", **resources}
+    )  # fmt: skip
 
 
 class Bank:
@@ -75,9 +77,8 @@ async def process(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Process]:
 
 def test_slots_are_measured_on_a_gpu_whatever_the_setting_says() -> None:
     settings: Any = SimpleNamespace(bank_jobs=2, bank_measures=False)
-    wants = on("m").model_dump(exclude_unset=True)
     assert slots_of(settings, on("m")) == 2
-    assert slots_of(settings, parse_spec(wants | {"resources": {"trainer": "shared", "trainer_gpus": 1}})) is None
+    assert slots_of(settings, on("m", trainer_gpus=1)) is None
     server: dict[str, Any] = {"name": "t", "kind": "tinker", "model": {"base": "m"}}
     assert slots_of(settings, parse_spec(server | {"tinker": {"max_adapters": 5}})) == 5
     full = {"tinker": {"full_weights": True}, "resources": {"trainer_gpus": 1}}
@@ -90,9 +91,7 @@ def test_a_job_that_wants_a_gpu_fails_where_there_is_none(tmp_path: Path, monkey
     base = SharedBase.__new__(SharedBase)
     base._ctx = SimpleNamespace(settings=settings, store=None, worker="shared")  # type: ignore[assignment]
     with pytest.raises(JobFailed, match="this trainer has no GPU"):
-        base._load(make_spec(
-            model={"base": "m", "lora": {}}, train={"steps": 1}, resources={"trainer": "shared", "trainer_gpus": 1}
-        ))  # fmt: skip
+        base._load(on("m", trainer_gpus=1))
 
 
 @pytest.mark.parametrize(("measures", "slots"), [(False, 2), (True, 64)])
