@@ -65,6 +65,8 @@ class Worker(TypedDict):
     """Ranks of one job that a trainer takes; 0: any number."""
     bank: str
     """Trainer process in which it is one of several, whose jobs share a base model; empty: it has one to itself."""
+    bank_tokens: int
+    """Tokens of a forward and backward pass of that process; 0 without one."""
     lease: Lease | None
 
 
