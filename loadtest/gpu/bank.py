@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from opentinker.services.trainer.bank.bank_loop import BankLoop
 from opentinker.services.trainer.bank.base_model import BaseModel
 from opentinker.services.trainer.bank.job_adapter import JobAdapter
 from opentinker.services.trainer.bank.mixed_batch import MixedBatch, Piece
-from opentinker.services.trainer.bank.pass_part import PassOptions, PassPart, Unit
+from opentinker.services.trainer.bank.pass_part import PassOptions, PassPart, Scores, Unit
 from opentinker.services.trainer.bank.shared_learners import SharedRlLearner
 from opentinker.shared.nn.layout import layout
 from opentinker.shared.spec import LoraSpec
@@ -101,9 +102,13 @@ def _pieces(shape: Shape, tokens: int, adapters: list[Adapter]) -> list[Piece]:
         for row in range(ROWS):
             ids_T = dice.integers(FIRST_ID, shape.vocabulary, tokens + row)
             plan = layout([ids_T], [np.arange(len(ids_T)) >= tokens // 2])
-            units.append(Unit(plan, len(ids_T), lambda scores, n=n: -scores.logprobs_M.sum() * 0.1**n))  # type: ignore[misc]
+            units.append(Unit(plan, len(ids_T), partial(_loss, 0.1**n)))
         found.append(Piece(adapter, PassPart(units, PassOptions()), adapter.gradient))
     return found
+
+
+def _loss(scale: float, scores: Scores) -> torch.Tensor:
+    return -scores.logprobs_M.sum() * scale
 
 
 def _alone(base: BaseModel, shape: Shape, tokens: int) -> list[torch.Tensor]:

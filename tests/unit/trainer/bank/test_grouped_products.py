@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -55,7 +56,12 @@ def grouped(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     taken: list[int] = []
     real = grouped_products.Stacks.of
     monkeypatch.setattr(adapted_linear, "may_group", lambda *_: request.param)
-    monkeypatch.setattr(adapted_linear.Stacks, "of", lambda *given: taken.append(1) or real(*given))
+
+    def counted(*given: Any) -> grouped_products.Stacks:
+        taken.append(1)
+        return real(*given)
+
+    monkeypatch.setattr(adapted_linear.Stacks, "of", counted)
     yield
     assert len(taken) == (2 if request.param else 0)
 
