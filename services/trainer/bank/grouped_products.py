@@ -37,7 +37,7 @@ def may_group(segments: Sequence[Segment], x_NI: Tensor, y_NO: Tensor) -> bool:
 def _has_products(device: torch.device) -> bool:
     if device.type != "cuda" or not hasattr(F, "grouped_mm"):  # torch 2.10
         return False
-    return torch.cuda.get_device_capability(device) >= CAPABILITY
+    return bool(torch.cuda.get_device_capability(device) >= CAPABILITY)
 
 
 class Stacks(NamedTuple):

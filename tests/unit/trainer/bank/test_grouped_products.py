@@ -61,7 +61,7 @@ def grouped(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         taken.append(1)
         return real(*given)
 
-    monkeypatch.setattr(adapted_linear.Stacks, "of", counted)
+    monkeypatch.setattr(grouped_products.Stacks, "of", counted)
     yield
     assert len(taken) == (2 if request.param else 0)
 
