@@ -109,7 +109,7 @@ def usable_memory(device: str, share: float) -> int:
     if device != "cuda":
         return usable
     free, _ = torch.cuda.mem_get_info()
-    return min(usable, free + torch.cuda.memory_reserved())
+    return min(usable, int(free + torch.cuda.memory_reserved()))
 
 
 def device_memory(device: str) -> int:
