@@ -142,7 +142,7 @@ def sharing(spec: JobSpec) -> JobSpec:
 def test_jobs_that_share_a_trainer_have_its_base_and_one_pass_in_common(spec: JobSpec, sharing: JobSpec) -> None:
     def step(job: str, *jobs: str | None) -> int:
         others = {name: sharing for name in jobs if name not in (job, None)}
-        return neighbours(sharing, job, HERE, places("bank", *jobs), 0, others).step  # type: ignore[arg-type]
+        return neighbours(sharing, job, HERE, places("bank", *jobs), 0, others).step
 
     (alone,) = planned(with_parts(sharing, resources={"trainer": "own"}))
     one, two, three = step("a", "a"), step("a", "a", "b", None), step("a", "a", "b", "c")

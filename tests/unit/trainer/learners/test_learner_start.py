@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from examples.models.make_tiny import make_tiny
-from opentinker.services.trainer import service
+from opentinker.services.trainer.job_training import release_memory
 from opentinker.services.trainer.learners.rl import RlLearner
 from opentinker.shared.nn.buckets import unpack
 from opentinker.shared.spec import JobSpec
@@ -119,8 +119,8 @@ def test_start_from_another_adapter_names_tensors_with_their_shapes(small: Path,
 def test_memory_that_torch_keeps_on_the_gpu_is_given_back_after_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
     empty = Mock()
     monkeypatch.setattr(torch.cuda, "empty_cache", empty)
-    service._release()
+    release_memory()
     empty.assert_not_called()  # this process has not used a GPU
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    service._release()
+    release_memory()
     empty.assert_called_once()
