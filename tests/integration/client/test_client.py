@@ -185,7 +185,10 @@ async def test_metrics_are_chosen_by_names_that_may_have_commas(client: AsyncCli
 async def test_a_server_of_an_earlier_release_chooses_metrics_by_several_names(
     client: AsyncClient, ctx: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Texts, "read", lambda names, request: request.query.get(names.name, "").split(","))
+    def first(names: Texts, request: web.Request) -> list[str]:
+        return [name for name in request.query.get(names.name, "").split(",") if name]
+
+    monkeypatch.setattr(Texts, "read", first)
     job = (await client.submit(SPEC))["id"]
     source = MetricSource(ctx.bus, job, "trainer")
     await source.emit(1, {"a": 2.0, "b": 3.0, "lr": 0.1})

@@ -283,6 +283,7 @@ async def test_point_that_comes_late_hides_no_lines(full: Full, writer: Writer) 
     await writer.write(2)
     ((_, late),) = await ctx.bus.history(METRIC, 0, 1, job=job, source="trainer")
     await writer.write(8)
+    await until(writer._is_stored)
     await ctx.bus.js.purge_stream(METRICS.name)
     await writer.write(1)
     assert await first_step(ctx, job) == 11

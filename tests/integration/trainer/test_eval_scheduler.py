@@ -116,8 +116,8 @@ async def test_the_time_in_which_engines_sleep_does_not_count(ctx: Context, monk
         await asyncio.sleep(2.0 * eval_scheduler.POLL_S)
         assert await t.answer(make_result(0)) == [True], "it has not ended"
         now = 161.0
-        said = await t.event("validation")
-    assert said["episodes"] == 1
+        said = await t.event("validation_incomplete")
+    assert said["missing"] == 1
 
 
 async def test_the_event_of_an_evaluation_says_how_many_games_were_won(ctx: Context) -> None:
